@@ -1,0 +1,164 @@
+"""What one optimizer step has shown so far: reduces each call at once and keeps one small matrix a module."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnmon.capture.coverage import Site
+from attnmon.errors import AttnmonError
+from attnmon.stats.api import measure, resolve_backend
+from attnmon.stats.packing import Packing
+from attnmon.stats.plan import Plan, make_plan
+from attnmon.stats.settings import Settings
+from attnmon.types import AttentionCall
+
+
+@dataclass(slots=True)
+class _Sampled:
+    """Rows of a softmax whose values have not appeared yet."""
+
+    call: AttentionCall
+    plan: Plan
+
+
+_PLANS_KEPT = 4  # a model has few kinds of calls; each kept plan holds its mask alive
+
+
+class Accumulator:
+    """The recorder's observer.
+
+    Args:
+        settings: what to measure.
+        backend: "auto", "torch" or "triton".
+        on_fault: called with a site's path, the error, and whether it is new at that site.
+    """
+
+    def __init__(self, settings: Settings, backend: str, on_fault: Callable[[str, Exception, bool], None]) -> None:
+        self.settings = settings
+        self.packing = Packing(settings.metrics)
+        self._backend = backend
+        self._on_fault = on_fault
+        self._matrices: dict[str, Tensor] = {}
+        # the masks stay referenced, or another mask could come to lie at the same address
+        self._plans: dict[Any, tuple[Plan, Tensor | None, Tensor | None]] = {}
+        self._first_draw = 0
+        self._calls: Counter[str] = Counter()
+
+    @property
+    def calls(self) -> int:
+        """Attention calls measured in this step."""
+        return self._calls.total()
+
+    def begin(self) -> None:
+        """A measured step starts; it looks at other positions than the steps before."""
+        self._first_draw += max(self._calls.values(), default=1)
+        self._calls.clear()
+        self._matrices = {}
+        self._plans.clear()
+
+    def take(self) -> dict[str, Tensor]:
+        """The step's matrices [columns, heads] by path; the accumulator is empty afterwards."""
+        taken, self._matrices = self._matrices, {}
+        self._plans.clear()
+        return taken
+
+    # -- the recorder's Observer ----------------------------------------------------------------------------
+
+    def observe(self, site: Site, call: AttentionCall) -> None:
+        """Reduce a call into its module's matrix."""
+        with torch.no_grad():
+            self._add(site, call, self._plan(site, call))
+
+    def sample(self, site: Site, call: AttentionCall) -> _Sampled:
+        """Copy the sampled rows of an eager softmax's logits; the L x L tensor itself is let go."""
+        assert call.logits is not None
+        with torch.no_grad():
+            call = _split_heads(call, site)
+            assert call.logits is not None
+            plan = make_plan(call, self.settings, self._draw(site))
+            index = plan.positions[:, None, :, None]
+            chosen = call.logits[plan.sequences]
+            rows = chosen.gather(2, index.expand(-1, chosen.shape[1], -1, chosen.shape[3]))
+            plan.gathered = True
+            return _Sampled(replace(call, logits=rows), plan)
+
+    def complete(self, site: Site, token: Any, value: Tensor | None) -> None:
+        """Reduce a sampled call, with its values if they were seen."""
+        sampled: _Sampled = token
+        call = sampled.call
+        assert call.logits is not None
+        site.route = "eager"
+        with torch.no_grad():
+            if value is not None:
+                value = _as_values(value.detach(), call.logits)
+            self._add(site, replace(call, value=value), sampled.plan)
+
+    def fault(self, site: Site, error: Exception) -> None:
+        """Count a call that was not measured."""
+        reason = str(error) if isinstance(error, AttnmonError) else f"{type(error).__name__}: {error}"
+        self._on_fault(site.path, error, site.refuse(reason.splitlines()[0] if reason else type(error).__name__))
+
+    # -- inside ---------------------------------------------------------------------------------------------
+
+    def _add(self, site: Site, call: AttentionCall, plan: Plan) -> None:
+        if site.heads is not None and site.heads != call.num_heads:
+            raise AttnmonError(f"the module's calls have different head counts: {site.heads}, then {call.num_heads}")
+        device = plan.positions.device
+        packed = measure(call, self.settings, plan, self.packing, resolve_backend(self._backend, device))
+        site.heads = call.num_heads
+        site.calls += 1
+        self._calls[site.path] += 1
+        matrix = self._matrices.get(site.path)
+        if matrix is None:
+            self._matrices[site.path] = packed
+            return
+        sums = self.packing.num_sums
+        matrix[:sums] += packed[:sums].to(matrix.device)
+        matrix[sums:] = torch.maximum(matrix[sums:], packed[sums:].to(matrix.device))
+
+    def _draw(self, site: Site) -> int:
+        # micro-batches and repeated calls of a step look at other positions than its first call
+        return self._first_draw + self._calls[site.path]
+
+    def _plan(self, site: Site, call: AttentionCall) -> Plan:
+        """One plan for all calls of a step that look alike: layers share masks."""
+        assert call.query is not None and call.key is not None
+        draw, mask, padding = self._draw(site), call.attn_mask, call.key_padding_mask
+        if call.cu_seqlens is not None or any(tensor is not None and tensor.is_inference() for tensor in (mask, padding)):
+            return make_plan(call, self.settings, draw)
+        key = (
+            draw, call.query.shape[0], call.query.shape[2], call.key.shape[2], call.query.device, call.is_causal,
+            call.causal_offset, call.window, call.is_cross, _identity(mask), _identity(padding),
+        )  # fmt: skip
+        if key not in self._plans:
+            if len(self._plans) >= _PLANS_KEPT:
+                del self._plans[next(iter(self._plans))]
+            self._plans[key] = (make_plan(call, self.settings, draw), mask, padding)
+        return self._plans[key][0]
+
+
+def _identity(tensor: Tensor | None) -> Any:
+    if tensor is None:
+        return None
+    return (tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def _split_heads(call: AttentionCall, site: Site) -> AttentionCall:
+    logits = call.logits
+    assert logits is not None
+    if logits.dim() == 4:
+        return call
+    raise AttnmonError(f"logits of shape {list(logits.shape)} do not say how many heads {site.path!r} has")
+
+
+def _as_values(value: Tensor, logits: Tensor) -> Tensor | None:
+    """Values [B, Hkv, Lk, Dv] that fit sampled logits [S, H, R, Lk], or None."""
+    if value.dim() != 4 or value.shape[2] != logits.shape[3] or logits.shape[1] % value.shape[1]:
+        return None
+    return value

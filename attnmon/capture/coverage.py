@@ -1,0 +1,81 @@
+"""What was seen, what was not, and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class CoverageRecord:
+    """One attention module.
+
+    Attributes:
+        path: canonical module path.
+        kind: "self" or "cross".
+        heads: query heads; None until a call was seen.
+        status: "captured", "waiting" (no measured step has ended yet) or "skipped".
+        reason: why it is skipped; "" otherwise.
+        route: how its calls are seen ("sdpa", "eager", ...); "" until one was.
+        calls: attention calls measured so far.
+        refused: calls that were not measured, by reason.
+    """
+
+    path: str
+    kind: str
+    heads: int | None
+    status: str
+    reason: str
+    route: str
+    calls: int
+    refused: dict[str, int]
+
+
+@dataclass(slots=True)
+class Site:
+    """A place that makes attention calls: one module, under its canonical path."""
+
+    path: str
+    kind: str
+    expected: bool  # it looks like attention; others appear only once they make a call
+    excluded: bool = False
+    heads: int | None = None
+    route: str = ""
+    calls: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+
+    def refuse(self, reason: str) -> bool:
+        """Count a call that is not measured; True the first time for this reason."""
+        self.refused[reason] += 1
+        return self.refused[reason] == 1
+
+    def record(self, measured_steps: int) -> CoverageRecord:
+        """The site's state after ``measured_steps`` measured steps."""
+        if self.calls:
+            status, reason = "captured", ""
+        elif self.excluded:
+            status, reason = "skipped", "excluded by the include and exclude patterns"
+        elif self.refused:
+            status, reason = "skipped", self.refused.most_common(1)[0][0]
+        elif measured_steps:
+            status, reason = "skipped", "it made no attention call that attnmon sees"
+        else:
+            status, reason = "waiting", ""
+        return CoverageRecord(
+            self.path, self.kind, self.heads, status, reason, self.route, self.calls, dict(self.refused)
+        )
+
+
+def coverage_table(records: Iterable[CoverageRecord]) -> str:
+    """A plain text table, one line a module."""
+    rows = [("module", "kind", "heads", "route", "status")]
+    for record in records:
+        status = f"{record.status}: {record.reason}" if record.reason else record.status
+        heads = "-" if record.heads is None else str(record.heads)
+        rows.append((record.path or "(model)", record.kind, heads, record.route or "-", status))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return "\n".join(
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row[:4], widths, strict=True)), row[4]]).rstrip()
+        for row in rows
+    )

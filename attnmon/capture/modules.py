@@ -1,0 +1,120 @@
+"""Which modules of a model are attention, and what they are called."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterator, Sequence
+from types import CodeType
+
+from torch import nn
+
+from attnmon.errors import AttnmonError
+
+_WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_ATTENTION_CLASS = re.compile(r"attention|attn|attend(?!ance)|mha\b|multihead", re.IGNORECASE)
+_ATTENTION_CODE = re.compile(r"attention|attn|softmax", re.IGNORECASE)
+_NOT_ATTENTION = re.compile(r"mask|bias|embedding|norm|dropout|output|pool", re.IGNORECASE)
+_CROSS = re.compile(r"cross|encoder_attn|enc_?dec|encoder_decoder", re.IGNORECASE)
+
+
+def canonical_path(name: str) -> str:
+    """The path as in the bare model: without what DDP, FSDP, compilation or checkpointing wrap around.
+
+    >>> canonical_path("module._orig_mod.h.0._checkpoint_wrapped_module.attn")
+    'h.0.attn'
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(canonical path, module) of every module once, in the model's order, wrappers left out.
+
+    A child that is really called ``module`` keeps its name: only names that a known wrapper class gives its
+    one child are dropped.
+    """
+    seen: set[int] = set()
+
+    def visit(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        if not _is_wrapper(module):
+            yield path, module
+        for name, child in module.named_children():
+            if _is_wrapper(module) and name in _WRAPPERS:
+                yield from visit(child, path)
+            else:
+                yield from visit(child, f"{path}.{name}" if path else name)
+
+    yield from visit(model, "")
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    kind = type(module).__name__
+    if kind in ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "OptimizedModule"):
+        return True
+    return kind == "CheckpointWrapper" or any(
+        base.__name__ in ("ActivationWrapper", "DistributedDataParallel") for base in type(module).__mro__
+    )
+
+
+def looks_like_attention(module: nn.Module) -> bool:
+    """Whether a module's class is named as attention classes are."""
+    kind = type(module).__name__
+    return bool(_ATTENTION_CLASS.search(kind)) and not _NOT_ATTENTION.search(kind)
+
+
+def may_call(module: nn.Module) -> bool:
+    """Whether a module could itself make an attention call: not a plain layer of torch.nn without children."""
+    if isinstance(module, nn.MultiheadAttention):
+        return True
+    if type(module).__module__.startswith("torch.nn.modules."):
+        return any(True for _ in module.children()) and not isinstance(
+            module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+        )
+    return True
+
+
+def mentions_attention(module: nn.Module) -> bool:
+    """Whether the class's forward names attention or softmax: attention as a plain function, say."""
+    code = getattr(type(module).forward, "__code__", None)
+    return code is not None and _mentions(code)
+
+
+def _mentions(code: CodeType) -> bool:
+    if any(_ATTENTION_CODE.search(name) for name in (*code.co_names, *code.co_freevars)):
+        return True
+    return any(_mentions(inner) for inner in code.co_consts if isinstance(inner, CodeType))
+
+
+def kind_of(path: str, module: nn.Module) -> str:
+    """"cross" if the path or the class says so, else "self"; a call itself may show more."""
+    last = path.rsplit(".", 1)[-1]
+    is_cross = getattr(module, "is_cross_attention", False) is True
+    return "cross" if is_cross or _CROSS.search(last) or _CROSS.search(type(module).__name__) else "self"
+
+
+def check_patterns(name: str, patterns: Sequence[str] | str | None, paths: Sequence[str]) -> tuple[str, ...] | None:
+    """Validate ``include`` or ``exclude``: glob patterns, each of which has to match some module.
+
+    Raises:
+        AttnmonError: a pattern matches nothing; the message shows paths that exist.
+    """
+    if patterns is None:
+        return None
+    given = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    if not given or not all(isinstance(pattern, str) for pattern in given):
+        raise AttnmonError(f"{name} must be glob patterns on module paths, such as '*.attn'; got {patterns!r}")
+    for pattern in given:
+        if not any(fnmatch.fnmatchcase(path, pattern) for path in paths):
+            shown = ", ".join(repr(path) for path in paths[:8]) + (", ..." if len(paths) > 8 else "")
+            raise AttnmonError(f"{name} pattern {pattern!r} matches no attention module; there are: {shown}")
+    return given
+
+
+def selected(path: str, include: tuple[str, ...] | None, exclude: tuple[str, ...] | None) -> bool:
+    """Whether ``path`` is to be watched."""
+    if include is not None and not any(fnmatch.fnmatchcase(path, pattern) for pattern in include):
+        return False
+    return exclude is None or not any(fnmatch.fnmatchcase(path, pattern) for pattern in exclude)

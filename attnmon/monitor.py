@@ -1,0 +1,375 @@
+"""The monitor: when to measure, what becomes of it. One snapshot per measured optimizer step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from attnmon.accumulator import Accumulator
+from attnmon.capture import CoverageRecord, Recorder
+from attnmon.errors import AttnmonError, AttnmonWarning
+from attnmon.metrics import METRICS
+from attnmon.pending import Pending
+from attnmon.ranks import RankMerger, world_size
+from attnmon.rules import Rule, RuleSet
+from attnmon.stats.api import resolve_backend
+from attnmon.stats.settings import Settings, check_count
+from attnmon.types import Alert, Snapshot
+from attnmon.writers import FanOut, Writer
+
+_ALERTS_KEPT = 10_000  # a run that alarms all day must not fill memory
+
+
+class Monitor:
+    """Watches every attention head of a model while it trains. Made by ``attnmon.watch``, which lists the options.
+
+    Outside ``with monitor.step()`` the model carries no hook. Nothing it does changes a loss, a weight, a
+    ``state_dict`` key or any random state.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        every_n_steps: int = 1,
+        rows: int | None = 32,
+        sequences: int | None = 4,
+        top_n: int = 16,
+        tokens: str = "value",
+        fd_epsilon: float = 0.1,
+        metrics: Iterable[str] | str | None = None,
+        include: Sequence[str] | str | None = None,
+        exclude: Sequence[str] | str | None = None,
+        rules: Iterable[Rule] | None = None,
+        writers: Iterable[Writer] | Writer = (),
+        on_alert: Callable[[Alert], None] | None = None,
+        backend: str = "auto",
+        on_error: str = "warn",
+        write_every_n_steps: int = 1,
+        process_group: Any = None,
+    ) -> None:
+        check_count("every_n_steps", every_n_steps)
+        check_count("write_every_n_steps", write_every_n_steps)
+        if on_error not in ("warn", "raise"):
+            raise AttnmonError(f"on_error must be 'warn' or 'raise'; got {on_error!r}")
+        if on_alert is not None and not callable(on_alert):
+            raise AttnmonError(f"on_alert must be callable with one Alert; got {on_alert!r}")
+        writers = (writers,) if isinstance(writers, Writer) else tuple(writers)
+        for writer in writers:
+            if not isinstance(writer, Writer):
+                raise AttnmonError(f"writers must be attnmon.writers.Writer objects; got {type(writer).__name__}")
+        settings = Settings.create(
+            metrics=metrics, rows=rows, sequences=sequences, top_n=top_n, tokens=tokens, fd_epsilon=fd_epsilon
+        )
+        resolve_backend(backend)
+        self.every_n_steps = every_n_steps
+        self.write_every_n_steps = write_every_n_steps
+        self._on_error = on_error
+        self._on_alert = on_alert
+        self._settings = settings
+        self._rules = RuleSet(rules)
+        self._accumulator = Accumulator(settings, backend, self._call_fault)
+        self._recorder = Recorder(model, self._accumulator, include=include, exclude=exclude)
+        self._writer = FanOut(writers, on_error=on_error)
+        self._group = process_group
+        self._merger: RankMerger | None = None
+        self._pending = Pending()
+        self._snapshot: Snapshot | None = None
+        self._alerts: list[Alert] = []
+        self._next_step = 0
+        self._open_step: int | None = None
+        self._measuring = False
+        self._closed = False
+        self._warned: set[str] = set()
+        self._faults = 0
+
+    # -- a step ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def step(self, step: int | None = None) -> Iterator[None]:
+        """One optimizer step: any number of micro-batches, forward and backward inside.
+
+        Args:
+            step: its number, for the records; by default the steps are counted from 0.
+        """
+        self.begin_step(step)
+        try:
+            yield
+        except BaseException:
+            self.abandon_step()
+            raise
+        self.end_step()
+
+    def begin_step(self, step: int | None = None) -> None:
+        """First half of ``step()``, for trainers whose steps are not one block of code."""
+        if self._closed or self._open_step is not None:
+            if self._open_step is not None:
+                self._warn_once("a step was begun inside another step; the inner one is ignored")
+            return
+        self._open_step = self._next_step if step is None else int(step)
+        self._measuring = self._open_step % self.every_n_steps == 0
+        if self._measuring:
+            self._guard(self._accumulator.begin)
+            self.resume()
+
+    def pause(self) -> None:
+        """Look away until ``resume``: between the micro-batches of a step, say, when validation may run."""
+        self._guard(self._recorder.stop)
+
+    def resume(self) -> None:
+        """Look again, if the open step is a measured one."""
+        if self._measuring and not self._closed:
+            self._guard(self._recorder.start)
+
+    def abandon_step(self) -> None:
+        """The step will not be finished; what it has shown is dropped."""
+        self.pause()
+        self._open_step, self._measuring = None, False
+        self._guard(self._accumulator.take)
+
+    def end_step(self, *, collective: bool = False) -> None:
+        """Second half of ``step()``.
+
+        Args:
+            collective: merge over ranks now (every rank does the same, as under a Lightning strategy); otherwise
+                a merge waits for ``flush``.
+        """
+        if self._open_step is None:
+            return
+        self.pause()
+        step, self._open_step = self._open_step, None
+        self._next_step = step + 1
+        if self._measuring:
+            self._measuring = False
+            self._guard(lambda: self._finish(step, collective))
+
+    def _finish(self, step: int, collective: bool) -> None:
+        if self._accumulator.calls == 0:
+            self._warn_once(
+                "a measured step captured no attention call; monitor.coverage() says which modules were expected"
+            )
+        self._recorder.end_step(self._accumulator.calls > 0)
+        matrices = self._accumulator.take()
+        ranks = world_size(self._group)
+        self._collect(wait=ranks > 1)
+        if ranks == 1:
+            if matrices:
+                self._pending.put(step, matrices)
+            self._collect(wait=False)
+        elif collective:
+            self._merge_ranks(step, matrices)
+        else:
+            self._pending.hold(step, matrices)
+
+    def _merge_ranks(self, step: int, matrices: dict[str, torch.Tensor]) -> None:
+        if self._merger is None:
+            self._merger = RankMerger(self._accumulator.packing, self._group)
+        merged = self._merger.merge(matrices, [site.path for site in self._recorder.all_sites])
+        if merged:
+            self._publish(step, merged)
+
+    def _collect(self, *, wait: bool) -> None:
+        for step, matrices in self._pending.ready(wait=wait):
+            self._publish(step, matrices)
+
+    def _publish(self, step: int, matrices: dict[str, NDArray[np.float64]]) -> None:
+        snapshot = self._snapshot_of(step, matrices)
+        self._snapshot = snapshot
+        alerts = self._rules.update(snapshot)
+        self._alerts.extend(alerts)
+        del self._alerts[:-_ALERTS_KEPT]
+        if self._writes_here():
+            if alerts:
+                self._writer.write_alerts(alerts)
+            if (step + 1) % self.write_every_n_steps < self.every_n_steps:
+                self._writer.write_snapshot(snapshot)
+        if self._on_alert is not None:
+            for alert in alerts:
+                self._on_alert(alert)
+
+    def _snapshot_of(self, step: int, matrices: dict[str, NDArray[np.float64]]) -> Snapshot:
+        packing = self._accumulator.packing
+        paths = tuple(sorted(matrices, key=self._recorder.order))
+        values: dict[str, dict[str, Any]] = {name: {} for name in packing.metrics}
+        by_reason: dict[str, dict[str, Any]] = {}
+        for path in paths:
+            for name, heads in packing.values(matrices[path]).items():
+                # what a module does not have at all is absent, not "no data"
+                if not (METRICS[name].needs and np.isnan(heads).all()):
+                    values[name][path] = heads
+            for reason, counts in packing.excluded(matrices[path]).items():
+                by_reason.setdefault(reason, {})[path] = counts
+        return Snapshot(
+            step=step,
+            modules=paths,
+            values={name: heads for name, heads in values.items() if heads or not METRICS[name].needs},
+            rows={path: packing.rows(matrices[path]) for path in paths},
+            excluded={path: sum(by_reason[reason][path] for reason in by_reason) for path in paths},
+            excluded_by_reason=by_reason,
+            settings=self._settings.to_dict(),
+        )
+
+    # -- results --------------------------------------------------------------------------------------------
+
+    @property
+    def latest(self) -> Snapshot | None:
+        """The newest finished step; never waits for the device."""
+        if world_size(self._group) == 1:
+            self._guard(lambda: self._collect(wait=False))
+        return self._snapshot
+
+    def flush(self) -> Snapshot | None:
+        """Wait for what is on its way and return the newest snapshot.
+
+        Under ``torch.distributed`` with more than one rank this is a collective: every rank has to call it, after
+        the same step. It merges the newest finished step over ranks.
+        """
+        if not self._closed:
+            self._guard(self._flush)
+        return self._snapshot
+
+    def _flush(self) -> None:
+        self._collect(wait=True)
+        if world_size(self._group) > 1:
+            held = self._pending.held()
+            if held is not None:
+                self._merge_ranks(*held)
+        if self._writes_here():
+            self._writer.flush()
+
+    @property
+    def alerts(self) -> list[Alert]:
+        """All alerts so far, oldest first (the newest 10,000)."""
+        return list(self._alerts)
+
+    @property
+    def settings(self) -> Settings:
+        """The validated options that the numbers depend on."""
+        return self._settings
+
+    def coverage(self) -> list[CoverageRecord]:
+        """One record for each attention module: captured, waiting, or skipped and why."""
+        return self._recorder.coverage()
+
+    # -- life -----------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Detach and close the writers; may be called more than once."""
+        if self._closed:
+            return
+        if self._open_step is not None:
+            self.abandon_step()
+        if world_size(self._group) == 1:
+            self._guard(lambda: self._collect(wait=True))
+        self._closed = True
+        self._guard(self._recorder.stop)
+        if self._writes_here():
+            self._guard(self._writer.close)
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Baselines, open alerts and the step count; plain containers, numbers and strings."""
+        self._guard(lambda: self._collect(wait=True))
+        return {"version": 1, "next_step": self._next_step, "rules": self._rules.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where ``state_dict`` left off.
+
+        Raises:
+            AttnmonError: not a state of this library's version.
+        """
+        if not isinstance(state, dict) or state.get("version") != 1:
+            raise AttnmonError("state must be what Monitor.state_dict() returned, version 1")
+        self._rules.load_state_dict(state["rules"])
+        self._next_step = int(state["next_step"])
+
+    # -- faults ---------------------------------------------------------------------------------------------
+
+    def _writes_here(self) -> bool:
+        if world_size(self._group) == 1:
+            return True
+        return torch.distributed.get_rank(self._group) == 0
+
+    def _guard(self, action: Callable[[], Any]) -> None:
+        """Run something of ours inside the user's training: it must not raise there, unless asked to."""
+        try:
+            action()
+        except Exception as error:
+            if self._on_error == "raise":
+                raise
+            self._faults += 1
+            self._warn_once(f"a fault inside the monitor ({type(error).__name__}: {error}); training goes on")
+
+    def _call_fault(self, path: str, error: Exception, is_new: bool) -> None:
+        if self._on_error == "raise" and not isinstance(error, AttnmonError):
+            raise error
+        if is_new:
+            self._warn_once(f"{path or 'the model'}: an attention call is not measured: {error}")
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned and len(self._warned) < 1000:
+            self._warned.add(message)
+            warnings.warn(f"attnmon: {message}", AttnmonWarning, stacklevel=3)
+
+
+def watch(
+    model: nn.Module,
+    *,
+    every_n_steps: int = 1,
+    rows: int | None = 32,
+    sequences: int | None = 4,
+    top_n: int = 16,
+    tokens: str = "value",
+    fd_epsilon: float = 0.1,
+    metrics: Iterable[str] | str | None = None,
+    include: Sequence[str] | str | None = None,
+    exclude: Sequence[str] | str | None = None,
+    rules: Iterable[Rule] | None = None,
+    writers: Iterable[Writer] | Writer = (),
+    on_alert: Callable[[Alert], None] | None = None,
+    backend: str = "auto",
+    on_error: str = "warn",
+    write_every_n_steps: int = 1,
+    process_group: Any = None,
+) -> Monitor:
+    """Watch every attention module of ``model``.
+
+    Args:
+        model: any module; wrappers (DDP, compiled, ...) do not matter.
+        every_n_steps: measure each n-th optimizer step.
+        rows: query positions per sampled sequence and head; None for every row.
+        sequences: sampled sequences per call; None for all.
+        top_n: N, size of the selected set of separability, distance and top_mass.
+        tokens: geometry of separability and distance: "value" (value vectors of unit length), "value_raw" or
+            "hidden" (the hidden states that enter the module, of unit length).
+        fd_epsilon: step of ``jacobian_fd``.
+        metrics: names from ``attnmon.metrics``; None for all.
+        include, exclude: glob patterns on module paths, such as ``"*.layers.1?.*"``.
+        rules: alert rules; None for the five default ones, () for none.
+        writers: where snapshots and alerts go.
+        on_alert: called with each ``Alert``, on every rank.
+        backend: "auto", "torch" or "triton".
+        on_error: "warn": a fault in the monitor is reported once and never stops training; "raise": for debugging.
+        write_every_n_steps: snapshots go to the writers each n-th optimizer step; alerts at once.
+        process_group: ranks to merge over in ``flush``; None for the default group.
+
+    Returns:
+        A ``Monitor``; wrap each optimizer step in ``with monitor.step():``.
+
+    Raises:
+        AttnmonError: an option is wrong, or the model has no attention.
+    """
+    options = {name: given for name, given in locals().items() if name != "model"}
+    return Monitor(model, **options)

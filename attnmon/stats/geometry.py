@@ -1,0 +1,154 @@
+"""Separability and distance of a block of rows (paper, section 3).
+
+Everything is scaled by Z: s' = sum over the selection of e_j x_j and D'_i = |e_i x_i - s'| = Z |p_i x_i - s|.
+Distances are compared through their excess D'^2 - |s'|^2 = e_i (e_i |x_i|^2 - 2 s'.x_i): small weights leave D'
+itself equal to |s'| within float32, while the excess keeps all its digits. It needs one matrix product. Only
+where an outsider lies almost at s' does the excess cancel; such a row is recomputed vector by vector.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+_CANCELS = 1e-2  # of min D'^2 / |s'|^2; float32 then still leaves D' five digits
+_EXACT_ELEMENTS = 1 << 22  # of [rows, Lk, E] differences at a time
+
+
+def selection_geometry(
+    *,
+    tokens: Tensor,
+    tail: Tensor,
+    e_top: Tensor,
+    index: Tensor,
+    weight: Tensor | None,
+    visible: Tensor | None,
+    n: Tensor,
+    total: Tensor,
+    top_n: int,
+    masked_search: bool,
+) -> tuple[Tensor, Tensor]:
+    """N_s / N and d~ of each row.
+
+    Args, float32 unless said:
+        tokens: x, [S, G, Lk, E]; G divides H (or is 1).
+        tail: [S, H, R, Lk] e of keys beyond the K largest, 0 at those and at masked keys.
+        e_top, index: [S, H, R, K] the K largest e and their keys (int64); the first N are the selection.
+        weight, visible: visibility as float and bool, broadcastable to [S, H, R, Lk]; None = all.
+        n: visible keys, broadcastable to [S, H, R].
+        total: Z, [S, H, R].
+        top_n: N.
+        masked_search: look for the nearest outsider with the mask (on devices where asking costs a wait, or
+            with garbage in masked keys) rather than only in rows that turn out to need it.
+
+    Returns:
+        separability and distance, [S, H, R]; separability is garbage where n <= N, distance 0 there.
+        NaN where a visible key's x is not finite.
+    """
+    num_s, num_h, num_r, length = tail.shape
+    groups, width = tokens.shape[1], tokens.shape[3]
+    if index.shape[-1] <= top_n:  # no row can have n > N
+        return torch.ones_like(total), torch.zeros_like(total)
+    broken = None
+    if masked_search:
+        bad_key = ~tokens.isfinite().all(-1)  # [S, G, Lk]
+        tokens = tokens.nan_to_num(0.0, 0.0, 0.0)
+        bad_row = bad_key.repeat_interleave(num_h // groups, 1)[:, :, None]
+        broken = (bad_row if visible is None else bad_row & visible).any(-1)
+
+    gathered = _gather(tokens, index, num_h // groups)  # [S, H, R, K, E]
+    weighted = gathered * e_top[..., None]
+    s = weighted[..., :top_n, :].sum(-2)
+    s_square = s.square().sum(-1)
+    from_s = weighted - s[..., None, :]
+    near = torch.linalg.vector_norm(from_s, dim=-1)  # D' of the K largest
+    near_excess = (weighted * from_s.sub_(s[..., None, :])).sum(-1)
+
+    product = (s * -2.0).view(num_s, groups, -1, width) @ tokens.transpose(-1, -2)
+    excess = product.view(num_s, num_h, num_r, length)
+    squares = tokens.square().sum(-1).repeat_interleave(num_h // groups, 1)[:, :, None]
+    excess = excess.addcmul_(tail, squares).mul_(tail)  # 0 at the K largest and at masked keys
+
+    ranks = torch.arange(index.shape[-1], device=index.device)
+    outside_near = ((ranks >= top_n) & (ranks < n[..., None])).expand_as(near)
+    radius = torch.where(outside_near, near_excess, math.inf).amin(-1)  # as an excess
+    has_tail = n > index.shape[-1]
+    if masked_search:
+        radius = torch.where(has_tail, radius.minimum(_least(excess, index, visible)), radius)
+    else:
+        least = excess.amin(-1)
+        radius = torch.where(has_tail, radius.minimum(least), radius)
+        # 0 is the least only if every outsider has a positive excess: then the zeros stood in its way
+        hidden = has_tail & (least >= 0.0)
+        if hidden.any():
+            of_rows = None if visible is None else visible.expand_as(excess)[hidden]
+            found = _least(excess[hidden], index[hidden], of_rows)
+            radius[hidden] = torch.where(outside_near, near_excess, math.inf).amin(-1)[hidden].minimum(found)
+    inside = (near_excess[..., :top_n] < radius[..., None]).sum(-1, dtype=torch.float32)
+
+    far = (excess + s_square[..., None]).clamp_(min=0.0).sqrt_()
+    if weight is not None:
+        far *= weight
+    # the K largest sit in this sum with e = 0, each as exactly |s'|
+    in_sum = n.clamp(max=index.shape[-1])
+    distance = far.sum(-1) - in_sum * s_square.sqrt() + torch.where(outside_near, near, 0.0).sum(-1)
+    if not masked_search:
+        cancels = (n > top_n) & (radius + s_square < _CANCELS * s_square)
+        if cancels.any():
+            _recompute(cancels, tokens, tail, index, visible, s, near, outside_near, inside, distance, top_n)
+    distance = torch.where(n > top_n, distance, 0.0).clamp(min=0.0)
+    separability = torch.ones_like(inside) if top_n == 1 else inside / top_n
+    if broken is not None:
+        separability = torch.where(broken, math.nan, separability)
+        distance = torch.where(broken, math.nan, distance)
+    return separability, distance / total
+
+
+def _gather(tokens: Tensor, index: Tensor, group: int) -> Tensor:
+    """x of the indexed keys: [S, H, R, K, E], the head's own group's."""
+    num_s, groups, length, width = tokens.shape
+    flat = tokens.reshape(-1, width)
+    head_group = torch.arange(index.shape[1], device=index.device) // group
+    base = torch.arange(num_s, device=index.device)[:, None] * groups + head_group  # [S, H]
+    rows = base[:, :, None, None] * length + index
+    return flat.index_select(0, rows.flatten()).view(*index.shape, width)
+
+
+def _least(excess: Tensor, index: Tensor, visible: Tensor | None) -> Tensor:
+    """Least excess of the visible keys that are not among the K largest; inf if there is none."""
+    outside = torch.ones_like(excess, dtype=torch.bool).scatter_(-1, index, False)
+    if visible is not None:
+        outside &= visible
+    return torch.where(outside, excess, math.inf).amin(-1)
+
+
+def _recompute(
+    rows: Tensor,
+    tokens: Tensor,
+    tail: Tensor,
+    index: Tensor,
+    visible: Tensor | None,
+    s: Tensor,
+    near: Tensor,
+    outside_near: Tensor,
+    inside: Tensor,
+    distance: Tensor,
+    top_n: int,
+) -> None:
+    """Overwrite ``inside`` (N_s) and ``distance`` of the marked rows, from difference vectors."""
+    group = tail.shape[1] // tokens.shape[1]
+    block = max(1, _EXACT_ELEMENTS // (tail.shape[-1] * tokens.shape[-1]))
+    for chunk in rows.nonzero().split(block):
+        at = chunk.unbind(-1)
+        x = tokens[at[0], at[1] // group]  # [rows, Lk, E]
+        gaps = torch.linalg.vector_norm(x * tail[at][..., None] - s[at][:, None], dim=-1)
+        outside = torch.ones_like(gaps, dtype=torch.bool)
+        if visible is not None:
+            outside = visible.expand_as(tail)[at].clone()
+        outside.scatter_(-1, index[at], False)
+        near_outside = torch.where(outside_near[at], near[at], math.inf)
+        radius = torch.where(outside, gaps, math.inf).amin(-1).minimum(near_outside.amin(-1))
+        inside[at] = (near[at][..., :top_n] < radius[..., None]).sum(-1, dtype=torch.float32)
+        distance[at] = torch.where(outside, gaps, 0.0).sum(-1) + torch.where(outside_near[at], near[at], 0.0).sum(-1)

@@ -1,0 +1,296 @@
+"""The arithmetic of a block of rows: logits in, one number per row and metric out.
+
+Weights stay unnormalised, e = exp(z - max z), so the largest is exactly 1, and Z is their sum. Whatever would
+cancel near one-hot rows is rearranged so that it does not: sums run over the K largest entries and over the
+rest apart, and the largest entry itself only ever enters analytically. ``reference.py`` says what each number
+is; here is how to get it in few passes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnmon.stats.geometry import selection_geometry
+from attnmon.stats.jacobian import SecularRoot
+from attnmon.stats.selection import largest
+
+HIDDEN = -1e30
+"""Logit of a masked key: finite, so that 0 * HIDDEN is 0 and not NaN."""
+
+_MIN_CANDIDATES = 5  # enough for the eigenvalue to settle, whatever N is
+EXPM1_LIMIT = 1.0  # of eps / tau, which bounds |a|; far beyond, 1 + expm1(a) and its squares lose digits
+_MAX_SINK_LEAD = 80.0  # of a sink's logit over the largest key's; exp of more overflows, all weights are ~0
+
+
+@dataclass(frozen=True, slots=True)
+class Visible:
+    """Which keys rows see; every tensor broadcasts to [S, H, R, Lk].
+
+    Attributes:
+        mask: bool, None if all keys are visible.
+        weight: ``mask`` as float32.
+        shift: float32 to add to logits: the bias, and HIDDEN at masked keys.
+        count: n, float32 [S, 1 or H, R], or the number of keys.
+    """
+
+    mask: Tensor | None
+    weight: Tensor | None
+    shift: Tensor
+    count: Tensor | int
+
+    @classmethod
+    def of(cls, mask: Tensor | None, bias: Tensor | None, num_keys: int) -> Visible:
+        if mask is None:
+            assert bias is not None
+            return cls(None, None, bias, num_keys)
+        weight = mask.float()
+        shift = (weight - 1.0) * -HIDDEN
+        if bias is not None:
+            shift = torch.where(mask, bias, HIDDEN)
+        return cls(mask, weight, shift, weight.sum(-1))
+
+
+@dataclass(frozen=True, slots=True)
+class RowInputs:
+    """A block of rows.
+
+    Attributes:
+        z: float32 [S, H, R, Lk], scale * q.k (or finished logits, then ``softcap`` is None and masked entries
+            lie at or above HIDDEN but far below any logit); overwritten.
+        visible: None if every row sees every key.
+        tau: temperature relative to 1/sqrt(D).
+        softcap: c, or None.
+        sinks: float32 [H] or None.
+        tokens: x, float32 [S, Hkv or 1, Lk, E], or None.
+        perturbation: a = eps v / tau, float32 [S, 1 or H, R, Lk], 0 at masked keys, or expm1 of it; or None.
+        perturbation_is_expm1: which of the two; expm1 wherever eps / tau is at most ``EXPM1_LIMIT``.
+        fd_epsilon: eps.
+        first_key: int64 [S, R], or None for 0.
+        top_n: N.
+        robust: see ``streaming``.
+    """
+
+    z: Tensor
+    visible: Visible | None
+    tau: float
+    softcap: float | None
+    sinks: Tensor | None
+    tokens: Tensor | None
+    perturbation: Tensor | None
+    perturbation_is_expm1: bool
+    fd_epsilon: float
+    first_key: Tensor | None
+    top_n: int
+    robust: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RowOutputs:
+    """Per row, [S, H, R]: the metrics, whether every visible logit was finite, and n (broadcastable)."""
+
+    values: dict[str, Tensor]
+    finite: Tensor
+    num_keys: Tensor
+
+
+def row_metrics(inputs: RowInputs, wanted: Collection[str]) -> RowOutputs:
+    """All of ``wanted`` that the inputs allow; rows that are not finite or see nothing hold garbage."""
+    num_keys = inputs.z.shape[-1]
+    values: dict[str, Tensor] = {}
+    z = _final_logits(inputs, values)
+    weight = None if inputs.visible is None else inputs.visible.weight
+    count = num_keys if inputs.visible is None else inputs.visible.count
+    n = count if isinstance(count, Tensor) else torch.full((1, 1, 1), float(count), device=z.device)
+
+    largest_logit = z.amax(-1)
+    values["max_logit"] = largest_logit
+    d = z.sub_(largest_logit[..., None])  # <= 0; masked keys hugely negative
+    seen = d if weight is None else d * weight
+    mean = seen.sum(-1) / n
+    finite = largest_logit.isfinite() & mean.isfinite()
+    centred = seen - mean[..., None] if weight is None else torch.addcmul(seen, mean[..., None], weight, value=-1)
+    values["logit_std"] = (_dot(centred, centred) / n).sqrt()
+    del seen, centred
+
+    count_top = min(num_keys, max(inputs.top_n + 1, _MIN_CANDIDATES))
+    d_top, index = largest(d, count_top, min(inputs.top_n, count_top), HIDDEN / 2)
+    e = torch.exp(d)
+    e_top = e.gather(-1, index)
+    tail = e.scatter_(-1, index, 0.0)  # the rest; also 0 at masked keys
+    tail_sum = tail.sum(-1)
+    tail_square = _dot(tail, tail)
+
+    # outcomes besides the largest key: the other keys and the sink
+    lead = sink = None
+    others = e_top[..., 1:].sum(-1) + tail_sum
+    if inputs.sinks is not None:
+        lead = (inputs.sinks[:, None] - largest_logit).clamp(-1e4, _MAX_SINK_LEAD)
+        sink = torch.exp(lead)
+        others = others + sink
+    total = 1.0 + others
+    values["max_prob"] = 1.0 / total
+    values["top_mass"] = e_top[..., : inputs.top_n].sum(-1) / total
+    values["first_mass"] = _first_mass(inputs, tail, e_top, index) / total
+
+    # H = log Z - E[d]; with a dominating sink log Z is taken relative to it
+    spread = _dot(tail, d) + (e_top[..., 1:] * d_top[..., 1:]).sum(-1)
+    log_total = torch.log1p(others)
+    if sink is not None and lead is not None:
+        values["sink_mass"] = sink / total
+        lead_over_keys = lead.clamp(min=0.0)
+        log_total = torch.where(
+            lead > 0, torch.log1p((1.0 + others - sink).clamp(min=0.0) / sink), torch.log1p(others)
+        )
+        # in units of the top outcome: d -> d - lead for keys, 0 for the sink when it leads
+        key_weight = 1.0 + others - sink
+        spread = spread - lead_over_keys * key_weight + torch.where(lead > 0, 0.0, sink * lead)
+    entropy = log_total - spread / total
+    values["entropy"] = entropy
+    outcomes = n + 1.0 if sink is not None else n
+    values["entropy_norm"] = entropy / torch.log(outcomes).clamp(min=1e-12)
+
+    if "jacobian" in wanted or "jacobian_max" in wanted:
+        gaps = -torch.expm1(d_top)
+        second = (e_top, gaps) if num_keys > 1 else (_pad(e_top, 0.0), _pad(gaps, 1.0))
+        solver = SecularRoot(*second, tail_sum, tail_square, sink)
+        distance = (solver.root[..., None] - tail).clamp_(min=1e-30)
+        ratio = torch.div(tail, distance)
+        slope = _dot(ratio, ratio)  # sum e / (root - e)^2 = (sum r + sum r^2) / root, r = e / (root - e)
+        ratio_sum = ratio.sum(-1)
+        del distance, ratio
+        root = solver.refine(ratio_sum, (ratio_sum + slope) / solver.root.clamp(min=1e-30))
+        values["jacobian"] = root / total / inputs.tau
+        values["jacobian_max"] = values["jacobian"]
+    if inputs.perturbation is not None:
+        weights = _Weights(d, index, e_top, tail, tail_sum, tail_square, others, lead)
+        step = _small_step if inputs.perturbation_is_expm1 else _large_step
+        values["jacobian_fd"] = step(inputs.perturbation, weights) / inputs.fd_epsilon
+    if inputs.tokens is not None:
+        values["separability"], values["distance"] = selection_geometry(
+            tokens=inputs.tokens,
+            tail=tail,
+            e_top=e_top,
+            index=index,
+            weight=weight,
+            visible=None if inputs.visible is None else inputs.visible.mask,
+            n=n,
+            total=total,
+            top_n=inputs.top_n,
+            masked_search=inputs.robust,
+        )
+    return RowOutputs({name: values[name] for name in values if name in wanted or name == "logit_std"}, finite, n)
+
+
+def _final_logits(inputs: RowInputs, values: dict[str, Tensor]) -> Tensor:
+    z = inputs.z
+    visible = inputs.visible
+    if inputs.softcap is not None:
+        uncapped = z
+        if visible is not None:
+            uncapped = z + visible.shift
+            if inputs.robust and visible.mask is not None:
+                uncapped = torch.where(visible.mask, uncapped, HIDDEN)
+        values["max_logit_uncapped"] = uncapped.amax(-1)
+        z = torch.tanh(z / inputs.softcap) * inputs.softcap
+    else:
+        uncapped = z
+    if visible is not None:
+        z = z + visible.shift if z is uncapped else z.add_(visible.shift)
+        if inputs.robust and visible.mask is not None:
+            z = torch.where(visible.mask, z, HIDDEN)
+    if inputs.softcap is None:
+        values["max_logit_uncapped"] = z.amax(-1)
+    return z
+
+
+def _first_mass(inputs: RowInputs, tail: Tensor, e_top: Tensor, index: Tensor) -> Tensor:
+    """e of the sequence's first key: in the tail, or among the largest."""
+    if inputs.first_key is None:
+        among = (index == 0).to(e_top.dtype)
+        return tail[..., 0] + (e_top * among).sum(-1)
+    first = inputs.first_key[:, None, :, None]
+    among = (index == first).to(e_top.dtype)
+    in_tail = tail.gather(-1, first.expand(-1, tail.shape[1], -1, -1))[..., 0]
+    return in_tail + (e_top * among).sum(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """Unnormalised weights of a block, as ``row_metrics`` has them."""
+
+    d: Tensor
+    index: Tensor
+    e_top: Tensor
+    tail: Tensor
+    tail_sum: Tensor
+    tail_square: Tensor
+    others: Tensor
+    lead: Tensor | None
+
+    @property
+    def sink(self) -> Tensor | None:
+        return None if self.lead is None else torch.exp(self.lead)
+
+
+def _small_step(x: Tensor, weights: _Weights) -> Tensor:
+    """|softmax(z + a) - softmax(z)|, given x = expm1(a).
+
+    With y_j = x_j - x_t, t the largest key, and E = sum p y, key j's weight changes by
+    p_j (y_j - E) / (1 + x_t + E). The largest key has y = 0 exactly, so nothing of order one is subtracted.
+    """
+    tail = weights.tail
+    x_top = x.expand_as(tail).gather(-1, weights.index)
+    x_largest = x_top[..., 0]
+    y_top = x_top - x_top[..., :1]
+    tail_x = tail * x
+    square_x = _dot(tail, tail_x)
+    shift = (weights.e_top * y_top).sum(-1) + tail_x.sum(-1) - x_largest * weights.tail_sum
+    if weights.sink is not None:
+        shift = shift - weights.sink * x_largest
+    total = 1.0 + weights.others
+    shift = shift / total
+    # the rest: sum e^2 (y - E)^2, expanded around y - E = x - (x_t + E)
+    origin = x_largest + shift
+    rest = _dot(tail_x, tail_x) - 2.0 * origin * square_x + origin * origin * weights.tail_square
+    moved = (weights.e_top * (y_top - shift[..., None])).square().sum(-1) + rest.clamp(min=0.0)
+    return moved.sqrt() / (total * (1.0 + origin))
+
+
+def _large_step(a: Tensor, weights: _Weights) -> Tensor:
+    """The same for steps so large that exp(a) leaves float32: through log-weights."""
+    largest_key = weights.index[..., :1]
+    origin = a.expand_as(weights.d).gather(-1, largest_key)
+    a = a - origin
+    moved = weights.d + a
+    top = moved.amax(-1)
+    if weights.lead is not None:
+        sink_moved = weights.lead - origin[..., 0]  # a sink's logit stays where it is
+        top = torch.maximum(top, sink_moved)
+    e_moved = torch.exp(moved - top[..., None])
+    others = e_moved.scatter(-1, largest_key, 0.0).sum(-1)
+    if weights.lead is not None:
+        others = others + torch.exp(sink_moved - top)
+    total = torch.exp(-top) + others
+    log_change = torch.where(top > 0, top + torch.log(total), torch.log1p(others)) - torch.log1p(weights.others)
+    change = a - log_change[..., None]
+    before = torch.exp(weights.d) / (1.0 + weights.others)[..., None]
+    difference = torch.where(
+        change < 20.0, before * torch.expm1(change.clamp(max=20.0)), e_moved / total[..., None]
+    )
+    return torch.linalg.vector_norm(difference, dim=-1)
+
+
+def _pad(tensor: Tensor, value: float) -> Tensor:
+    return torch.nn.functional.pad(tensor, (0, 1), value=value)
+
+
+def _dot(left: Tensor, right: Tensor) -> Tensor:
+    """Row-wise dot product along the last axis; a batched matrix product beats multiply-and-sum."""
+    length = left.shape[-1]
+    product = torch.bmm(left.reshape(-1, 1, length), right.expand_as(left).reshape(-1, length, 1))
+    return product.view(left.shape[:-1])

@@ -1,0 +1,265 @@
+"""Every metric of the sampled rows with plain torch operations, on any device.
+
+Rows are handled in blocks of a fixed number of logits (whole rows, as many as fit), so memory is
+O(block), whatever Lk and the number of rows; an Lq x Lk tensor is never built. Everything is accumulated in
+float32, sums over rows in float64. This file decides what a block reads; ``rows.py`` does its arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnmon.metrics import METRICS
+from attnmon.stats.directions import TABLE_SIZE, direction_start, direction_table
+from attnmon.stats.packing import Packing
+from attnmon.stats.plan import Plan, logit_threshold
+from attnmon.stats.rows import EXPM1_LIMIT, HIDDEN, RowInputs, Visible, row_metrics
+from attnmon.stats.settings import Settings
+from attnmon.stats.visibility import visible_keys
+from attnmon.types import AttentionCall
+
+_BLOCK_CPU = 1 << 19  # logits per block: a few such blocks fit a core's second-level cache
+_BLOCK_OTHER = 1 << 24
+
+
+@torch.no_grad()
+def measure(call: AttentionCall, settings: Settings, plan: Plan, packing: Packing) -> Tensor:
+    """Statistics of one call, packed.
+
+    Args:
+        call: tensors on one device; nothing of it is kept.
+        settings: what to measure.
+        plan: which rows.
+        packing: layout of the result.
+
+    Returns:
+        [columns, H], float64 (float32 where the device has no float64); merge with ``Packing.merge``.
+    """
+    source = call.query if call.query is not None else call.logits
+    assert source is not None
+    device = source.device
+    reducer = _Reducer(call, settings, plan, packing)
+    result = torch.zeros(packing.num_columns, call.num_heads, dtype=reducer.dtype, device=device)
+    sums, maxima = result[: packing.num_sums], result[packing.num_sums :]
+    maxima.fill_(-math.inf)
+    for column, excluded in ((1, plan.padding), (2, plan.masked)):  # the order of EXCLUSION_REASONS
+        if excluded is not None:
+            result[column] += excluded.sum()
+    # autocast would run the products below in half precision
+    with torch.autocast(device.type, enabled=False):
+        for block in reducer.blocks():
+            part = reducer.reduce(block)
+            sums[:, block.heads] += part[: packing.num_sums]
+            maxima[:, block.heads] = torch.maximum(maxima[:, block.heads], part[packing.num_sums :])
+    return result
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A box of rows: sampled sequences x query heads x sampled positions (all half-open ranges)."""
+
+    sequences: slice
+    heads: slice
+    rows: slice
+
+    @property
+    def key(self) -> tuple[int, int, int, int]:
+        return (self.sequences.start, self.sequences.stop, self.rows.start, self.rows.stop)
+
+
+class _Reducer:
+    def __init__(self, call: AttentionCall, settings: Settings, plan: Plan, packing: Packing) -> None:
+        self.call, self.settings, self.plan, self.packing = call, settings, plan, packing
+        self.on_cpu = plan.positions.device.type == "cpu"
+        self.num_keys = call.logits.shape[3] if call.key is None else call.key.shape[2]  # type: ignore[union-attr]
+        self.group = 1
+        if call.key is not None:
+            self.group = call.num_heads // call.key.shape[1]
+        if call.logits is not None and call.value is not None:
+            self.group = call.num_heads // call.value.shape[1]
+        wanted = settings.metrics
+        tokens = call.hidden if settings.tokens == "hidden" else call.value
+        self.with_geometry = tokens is not None and any(METRICS[name].needs == "value" for name in wanted)
+        self.with_fd = "jacobian_fd" in wanted
+        self.dtype = torch.float32 if plan.positions.device.type == "mps" else torch.float64
+
+    def blocks(self) -> Iterator[_Block]:
+        """Whole rows, as many as the budget allows; one kv head's group is never split from its keys twice."""
+        sequences, rows = self.plan.positions.shape
+        groups = self.call.num_heads // self.group
+        budget = max(1, (_BLOCK_CPU if self.on_cpu else _BLOCK_OTHER) // self.num_keys)  # in rows
+        step_rows = min(rows, max(1, budget // self.group))
+        step_groups = min(groups, max(1, budget // (self.group * step_rows)))
+        step_sequences = 1
+        if step_groups == groups and step_rows == rows:
+            step_sequences = min(sequences, max(1, budget // (self.group * step_rows * step_groups)))
+        for s in range(0, sequences, step_sequences):
+            for g in range(0, groups, step_groups):
+                for r in range(0, rows, step_rows):
+                    heads = slice(g * self.group, min(g + step_groups, groups) * self.group)
+                    yield _Block(
+                        slice(s, min(s + step_sequences, sequences)), heads, slice(r, min(r + step_rows, rows))
+                    )
+
+    # -- what a block reads -------------------------------------------------------------------------------
+
+    def _of_sequences(self, tensor: Tensor, block: _Block) -> Tensor:
+        return tensor[self.plan.sequences][block.sequences]
+
+    def _visible(self, block: _Block, positions: Tensor) -> Visible | None:
+        """Which keys the block's rows see; computed once for all layers that share the plan."""
+        mask = self.call.attn_mask
+        per_head = mask is not None and mask.shape[1] > 1
+        key = ("visible", *block.key)
+        if per_head or key not in self.plan.shared:
+            span = self.plan.sequences
+            first = span.start + block.sequences.start * span.step
+            count = block.sequences.stop - block.sequences.start
+            chosen = slice(first, first + (count - 1) * span.step + 1, span.step)
+            visible, bias = visible_keys(self.call, chosen, positions, block.heads, self.num_keys)
+            found = None if visible is None and bias is None else Visible.of(visible, bias, self.num_keys)
+            if per_head:
+                return found
+            self.plan.shared[key] = found
+        return self.plan.shared[key]  # type: ignore[no-any-return]
+
+    def _logits(self, block: _Block, positions: Tensor) -> Tensor:
+        """[S, H, R, Lk] float32, before softcap, bias and masks (with all of them in the eager route)."""
+        call = self.call
+        index = positions[:, None, :, None]
+        if call.logits is not None and self.plan.gathered:
+            return call.logits[block.sequences, block.heads, block.rows].float()
+        if call.logits is not None:
+            rows = self._of_sequences(call.logits, block)[:, block.heads]
+            return rows.gather(2, index.expand(-1, rows.shape[1], -1, rows.shape[3])).float()
+        assert call.query is not None and call.key is not None
+        query = self._of_sequences(call.query, block)[:, block.heads]
+        query = query.gather(2, index.expand(-1, query.shape[1], -1, query.shape[3])).float() * call.scale
+        keys = _float_contiguous(self._of_sequences(call.key, block)[:, self._groups(block)])
+        num_s, num_g, _, dim = keys.shape
+        num_rows = positions.shape[1]
+        product = query.view(num_s, num_g, self.group * num_rows, dim) @ keys.transpose(-1, -2)
+        return product.view(num_s, num_g * self.group, num_rows, self.num_keys)
+
+    def _groups(self, block: _Block) -> slice:
+        return slice(block.heads.start // self.group, block.heads.stop // self.group)
+
+    def _tokens(self, block: _Block) -> Tensor | None:
+        """x: [S, Hkv or 1, Lk, E] float32, unit length unless raw."""
+        if not self.with_geometry:
+            return None
+        if self.settings.tokens == "hidden":
+            assert self.call.hidden is not None
+            tokens = _float_contiguous(self._of_sequences(self.call.hidden, block))[:, None]
+        else:
+            assert self.call.value is not None
+            tokens = _float_contiguous(self._of_sequences(self.call.value, block)[:, self._groups(block)])
+        if self.settings.tokens == "value_raw":
+            return tokens
+        length = torch.linalg.vector_norm(tokens, dim=-1, keepdim=True)
+        return tokens / length.clamp(min=torch.finfo(torch.float32).tiny)
+
+    def _perturbation(self, block: _Block, positions: Tensor, visible: Visible | None) -> Tensor:
+        """a = eps v / tau, or expm1(a): [S, 1 or H, R, Lk] float32, v of unit length over the visible keys."""
+        shared = self.plan.shared
+        key = ("perturbation", self.call.tau, self.settings.fd_epsilon, *block.key)
+        if key in shared:
+            return shared[key]  # type: ignore[no-any-return]
+        first: Tensor | int = 0
+        if self.plan.first_key is not None:
+            first = self.plan.first_key[block.sequences, block.rows]
+        start = (direction_start(positions - first) - first) % TABLE_SIZE
+        table = direction_table(positions.device)
+        # a row's direction is a window of the (repeated) table: gathered as rows of an overlapping view
+        repeats = 1 + (self.num_keys + TABLE_SIZE - 1) // TABLE_SIZE
+        windows = table.repeat(repeats).as_strided((TABLE_SIZE, self.num_keys), (1, 1))
+        direction = windows[start.flatten()].view(start.shape[0], 1, start.shape[1], self.num_keys)
+        seen = direction if visible is None or visible.weight is None else direction * visible.weight
+        norm = torch.linalg.vector_norm(seen, dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+        step = self.settings.fd_epsilon / self.call.tau
+        change = seen * (step / norm)
+        if step <= EXPM1_LIMIT:
+            change = torch.expm1(change)
+        if change.shape[1] == 1:
+            shared[key] = change
+        return change
+
+    def reduce(self, block: _Block, robust: bool = False) -> Tensor:
+        """Packed statistics of a block: float64 [columns, heads of the block].
+
+        ``robust`` costs a few passes more and keeps garbage (NaN, infinities) in masked keys away from the
+        rows that do not see them; on a CPU it is chosen only when something turns out not to be finite.
+        """
+        positions = self.plan.positions[block.sequences, block.rows]
+        z = self._logits(block, positions)
+        if self.call.logits is not None:
+            mask = ~(z <= logit_threshold(self.call.logits.dtype))
+            visible = None if self.on_cpu and bool(mask.all()) else Visible.of(mask, None, self.num_keys)
+            # masked entries are anything from -1e9 to -inf; NaN stays, to be counted
+            z = z.clamp_(min=HIDDEN)
+        else:
+            visible = self._visible(block, positions)
+        first_key = self.plan.first_key
+        inputs = RowInputs(
+            z=z,
+            visible=visible,
+            tau=self.call.tau,
+            softcap=self.call.softcap if self.call.logits is None else None,
+            sinks=None if self.call.sinks is None else self.call.sinks[block.heads].float(),
+            tokens=self._tokens(block),
+            perturbation=self._perturbation(block, positions, visible) if self.with_fd else None,
+            perturbation_is_expm1=self.settings.fd_epsilon / self.call.tau <= EXPM1_LIMIT,
+            fd_epsilon=self.settings.fd_epsilon,
+            first_key=None if first_key is None else first_key[block.sequences, block.rows],
+            top_n=self.settings.top_n,
+            robust=robust or not self.on_cpu,
+        )
+        rows = row_metrics(inputs, self.settings.metrics)
+        if self.on_cpu and not inputs.robust and not bool(rows.finite.all()):
+            return self.reduce(block, robust=True)
+        live = self.plan.live
+        return self._pack(
+            rows.values, rows.finite, rows.num_keys, None if live is None else live[block.sequences, None, block.rows]
+        )
+
+    def _pack(self, values: dict[str, Tensor], finite: Tensor, num_keys: Tensor, live: Tensor | None) -> Tensor:
+        """Sum rows [S, H, R] into the packed layout."""
+        asked = torch.ones_like(finite) if live is None else live.expand_as(finite)
+        seen = asked & (num_keys >= 1)
+        valid = seen & finite
+        pairs = valid & (num_keys >= 2)
+        selections = valid & (num_keys > self.settings.top_n)
+        classes = {"any": valid, "pair": pairs, "selection": selections}
+        nothing = torch.zeros_like(finite)
+        columns: list[Tensor] = [valid, nothing, asked & ~seen, seen & ~finite]
+        addends: list[Tensor] = []
+        for name in self.packing.means:
+            value = values.get(name)
+            counted = nothing if value is None else classes[METRICS[name].valid_rows]
+            if value is not None and METRICS[name].needs == "value":
+                counted = counted & value.isfinite()  # a value vector that is not finite says nothing of the row
+            addends.append(torch.zeros_like(valid, dtype=torch.float32) if value is None else value)
+            columns.append(counted)
+        first = self.packing.first_mean
+        counts = torch.stack(columns).sum((1, 3), dtype=self.dtype)
+        sums = torch.where(torch.stack(columns[first:]), torch.stack(addends), 0.0).sum((1, 3), dtype=self.dtype)
+        pieces = [counts[:first], torch.stack([sums, counts[first:]], 1).flatten(0, 1)]
+        for name in self.packing.maxima:
+            value = values.get(name)
+            if value is None:
+                pieces.append(torch.full_like(counts[:1], -math.inf))
+            else:
+                counted = classes[METRICS[name].valid_rows]
+                pieces.append(torch.where(counted, value, -math.inf).amax((0, 2))[None].to(self.dtype))
+        return torch.cat(pieces)
+
+
+def _float_contiguous(tensor: Tensor) -> Tensor:
+    if tensor.dtype == torch.float32:
+        return tensor.contiguous()
+    return torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device).copy_(tensor)

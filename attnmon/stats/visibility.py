@@ -1,0 +1,112 @@
+"""Which keys a row sees: one place composes causal triangles, windows, padding, documents and masks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnmon.types import AttentionCall
+
+MASKED_BIAS = -1e8
+"""A float mask at or below this hides the key even above ``finfo.min / 2``: no positional bias takes such a
+value, and models do mask with -1e9."""
+
+
+def mask_threshold(dtype: torch.dtype) -> float:
+    """Values of a float mask of ``dtype`` at or below this are a mask, not a bias."""
+    return max(torch.finfo(dtype).min / 2, MASKED_BIAS)
+
+
+def key_valid(call: AttentionCall, sequences: slice) -> Tensor | None:
+    """[S, Lk] bool: keys that padding leaves visible (head 0 where a mask differs by head); None = all.
+
+    Reads ``key_padding_mask`` and those ``attn_mask`` that say the same of every query.
+    """
+    valid: Tensor | None = None
+    padding = call.key_padding_mask
+    if padding is not None:
+        padding = padding[sequences]
+        valid = ~padding if padding.dtype == torch.bool else ~(padding <= mask_threshold(padding.dtype))
+    mask = call.attn_mask
+    if mask is not None and mask.shape[2] == 1:
+        mask = mask[sequences if mask.shape[0] > 1 else slice(None), 0, 0]
+        visible = mask if mask.dtype == torch.bool else ~(mask <= mask_threshold(mask.dtype))
+        valid = visible if valid is None else valid & visible
+    return valid
+
+
+def visible_keys(
+    call: AttentionCall, sequences: slice, positions: Tensor, heads: slice, num_keys: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Visibility and bias of sampled rows.
+
+    Args:
+        sequences: which sequences of the call; S of them.
+        positions: [S, R] int64 query positions.
+        heads: which query heads (only masks that differ by head care).
+        num_keys: Lk.
+
+    Returns:
+        visible: bool, broadcastable to [S, heads, R, Lk]; None if every key is visible.
+        bias: float32, likewise; None if there is none. Finite wherever visible is True, unless the model's
+            own bias is not.
+    """
+    visible: Tensor | None = None
+    bias: Tensor | None = None
+
+    def hide(other: Tensor) -> None:
+        nonlocal visible
+        visible = other if visible is None else visible & other
+
+    def add(other: Tensor) -> None:
+        nonlocal bias
+        bias = other if bias is None else bias + other
+
+    if call.is_causal or call.window is not None:
+        keys = torch.arange(num_keys, device=positions.device)
+        ahead = keys - (positions + call.causal_offset)[:, None, :, None]  # [S, 1, R, Lk]
+        if call.is_causal:
+            hide(ahead <= 0)
+        if call.window is not None:
+            left, right = call.window
+            if left is not None:
+                hide(ahead >= -left)
+            if right is not None:
+                hide(ahead <= right)
+    if call.cu_seqlens is not None:
+        keys = torch.arange(num_keys, device=positions.device)
+        document = documents(call.cu_seqlens, positions)
+        hide(documents(call.cu_seqlens, keys) == document[:, None, :, None])
+        hide(((keys >= call.cu_seqlens[0]) & (keys < call.cu_seqlens[-1]))[None, None, None])  # the rest is padding
+    padding = call.key_padding_mask
+    if padding is not None:
+        padding = padding[sequences][:, None, None]
+        if padding.dtype == torch.bool:
+            hide(~padding)
+        else:
+            hide(~(padding <= mask_threshold(padding.dtype)))
+            add(padding.float())
+    mask = call.attn_mask
+    if mask is not None:
+        if mask.shape[0] > 1:
+            mask = mask[sequences]
+        if mask.shape[1] > 1:
+            mask = mask[:, heads]
+        if mask.shape[2] > 1:
+            index = positions[:, None, :, None]
+            if mask.shape[0] == 1 and positions.shape[0] > 1:
+                mask = mask.expand(positions.shape[0], -1, -1, -1)
+            mask = mask.gather(2, index.expand(-1, mask.shape[1], -1, mask.shape[3]))
+        if mask.dtype == torch.bool:
+            hide(mask)
+        else:
+            hide(~(mask <= mask_threshold(mask.dtype)))  # NaN stays visible: a fault to be counted
+            add(mask.float())
+    if visible is not None and bias is not None:
+        bias = torch.where(visible, bias, 0.0)
+    return visible, bias
+
+
+def documents(cu_seqlens: Tensor, positions: Tensor) -> Tensor:
+    """Index of the packed document that each position lies in."""
+    return torch.searchsorted(cu_seqlens[1:].contiguous().long(), positions.contiguous(), right=True)

@@ -1,0 +1,139 @@
+"""What a training step costs with the monitor off, with it on, and with what one would do without it."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import attnmon
+from benchmarks.cases import OverheadCase
+
+VARIANTS = ("off", "on", "eager")
+"""off: the bare step. on: ``attnmon.watch`` with its defaults, every step. eager: ``attn_implementation="eager"``,
+``output_attentions=True`` and the mean entropy of each head from the returned weights, in float32."""
+
+
+def build(case: OverheadCase) -> dict[str, nn.Module]:
+    """A model for each variant, all with the same weights."""
+    config = GPT2Config(
+        vocab_size=case.vocab,
+        n_positions=case.length,
+        n_embd=case.dim,
+        n_layer=case.layers,
+        n_head=case.heads,
+        resid_pdrop=0.0,  # with attention dropout, PyTorch's CPU attention falls back to a slow path
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    models: dict[str, nn.Module] = {}
+    for variant in VARIANTS:
+        chosen = copy.deepcopy(config)
+        chosen._attn_implementation = "eager" if variant == "eager" else "sdpa"
+        models[variant] = GPT2LMHeadModel(chosen)
+        models[variant].load_state_dict(models["off"].state_dict())
+    return models
+
+
+def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Next-token cross entropy."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@torch.no_grad()
+def entropies(attentions: tuple[Tensor, ...]) -> list[Tensor]:
+    """Mean entropy of each head of each layer from the weights a model returned: [heads] a layer."""
+    found = []
+    for weights in attentions:
+        p = weights.float()
+        found.append(-(p * p.clamp_min(1e-12).log()).sum(-1).mean((0, 2)))
+    return found
+
+
+def steppers(models: dict[str, nn.Module]) -> tuple[dict[str, Callable[[Tensor], None]], attnmon.Monitor]:
+    """A training step for each variant, and the monitor of the one that is watched."""
+    optimizers = {variant: torch.optim.AdamW(model.parameters(), lr=1e-4) for variant, model in models.items()}
+    monitor = attnmon.watch(models["on"])
+
+    def update(variant: str) -> None:
+        optimizers[variant].step()
+        optimizers[variant].zero_grad()
+
+    def off(tokens: Tensor) -> None:
+        loss_of(models["off"](tokens).logits, tokens).backward()
+        update("off")
+
+    def on(tokens: Tensor) -> None:
+        with monitor.step():
+            loss_of(models["on"](tokens).logits, tokens).backward()
+        update("on")
+
+    def eager(tokens: Tensor) -> None:
+        output = models["eager"](tokens, output_attentions=True)
+        entropies(output.attentions)
+        loss_of(output.logits, tokens).backward()
+        update("eager")
+
+    return {"off": off, "on": on, "eager": eager}, monitor
+
+
+def measure(case: OverheadCase, repeats: int, warmup: int) -> dict[str, Any]:
+    """Step times of one case. The variants take turns within a round, and the order turns with the rounds, so that
+    whatever else the machine does meets them alike."""
+    steps, monitor = steppers(build(case))
+    generator = torch.Generator().manual_seed(1)
+    seconds: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    for round_ in range(warmup + repeats):
+        tokens = torch.randint(case.vocab, (case.batch, case.length), generator=generator)
+        turn = round_ % len(VARIANTS)
+        for variant in VARIANTS[turn:] + VARIANTS[:turn]:
+            start = time.perf_counter()
+            steps[variant](tokens)
+            if round_ >= warmup:
+                seconds[variant].append(time.perf_counter() - start)
+    snapshot = monitor.flush()
+    assert snapshot is not None
+    assert len(snapshot.modules) == case.layers, monitor.coverage()
+    monitor.close()
+    return {
+        "name": case.name,
+        **vars(case),
+        "repeats": repeats,
+        "seconds": {variant: quantiles(times) for variant, times in seconds.items()},
+        "ratio_to_off": {
+            variant: quantiles([one / bare for one, bare in zip(seconds[variant], seconds["off"], strict=True)])
+            for variant in VARIANTS[1:]
+        },
+        "samples": seconds,
+    }
+
+
+def quantiles(values: list[float]) -> dict[str, float]:
+    """Median and the 20 and 80 % quantiles."""
+    if len(values) == 1:
+        return dict.fromkeys(("median", "q20", "q80"), values[0])
+    fifths = statistics.quantiles(values, n=5, method="inclusive")
+    return {"median": statistics.median(values), "q20": fifths[0], "q80": fifths[3]}
+
+
+COLUMNS = ("case", "batch", "off (s)", "on (s)", "eager (s)", "on / off", "eager / off")
+
+
+def row(result: dict[str, Any]) -> list[str]:
+    """One line of the table: medians, with the 20 to 80 % range of the ratios of steps of the same round."""
+    times = [f"{result['seconds'][variant]['median']:.3f}" for variant in VARIANTS]
+    ratios = [
+        f"{ratio['median']:.3f} ({ratio['q20']:.3f}-{ratio['q80']:.3f})" for ratio in result["ratio_to_off"].values()
+    ]
+    return [result["name"], str(result["batch"]), *times, *ratios]

@@ -1,0 +1,175 @@
+"""Imports go one way, optional packages stay in their own files, and the core needs none of them."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "attnmon"
+
+# A part may import the parts of lower levels. "__init__" only re-exports.
+LEVELS = {
+    "errors": 0,
+    "types": 0,
+    "metrics": 0,
+    "stats": 1,
+    "capture": 1,
+    "rules": 1,
+    "writers": 1,
+    "accumulator": 2,
+    "monitor": 2,
+    "lightning": 3,
+    "huggingface": 3,
+    "cli": 4,
+    "demo": 4,
+    "__init__": 5,
+}
+APART = {1, 3}  # parts of these levels never import one another
+
+# Where each optional third-party package may appear. Everything else that is imported must be a core dependency.
+OPTIONAL = {
+    "lightning": {"attnmon.lightning"},
+    "pytorch_lightning": {"attnmon.lightning", "attnmon.demo"},
+    "tensorboard": {"attnmon.writers.tensorboard"},
+    "PIL": {"attnmon.writers.heatmap"},
+    "transformers": {"attnmon.huggingface", "attnmon.demo"},
+    "triton": {"attnmon.stats.triton_kernel"},
+}
+CORE = {"torch", "numpy", "attnmon"}
+
+
+def modules():
+    """Every module of the package: name -> path."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        yield ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 2 else parts), path
+
+
+def imports(path):
+    """Absolute names that a file imports anywhere, except under ``if TYPE_CHECKING``: (name, line, at top level)."""
+    tree = ast.parse(path.read_text())
+    typing_only = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.unparse(block.test)
+        for statement in block.body
+        for node in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno, node in tree.body
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}", node.lineno, node in tree.body
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("import_module", "importlib.import_module"):
+            if isinstance(node.args[0], ast.Constant):
+                yield node.args[0].value, node.lineno, False
+
+
+def part_of(name):
+    """The part (room) a dotted attnmon name belongs to; names of the package itself give "__init__"."""
+    pieces = name.split(".")
+    return pieces[1] if len(pieces) > 1 and pieces[1] in LEVELS else "__init__"
+
+
+MODULES = dict(modules())
+
+
+def test_every_module_belongs_to_a_part():
+    assert [name for name in MODULES if name.split(".")[1] not in LEVELS] == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_one_way(module):
+    here = part_of(module)
+    wrong = []
+    for name, line, _ in imports(MODULES[module]):
+        if name.split(".")[0] != "attnmon":
+            continue
+        there = part_of(name)
+        if there == here:
+            continue
+        if not (LEVELS[there] < LEVELS[here] or LEVELS[there] == LEVELS[here] not in APART):
+            wrong.append(f"line {line}: {name}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("attnmon.stats")])
+def test_only_the_api_imports_implementations(module):
+    implementations = {f"attnmon.stats.{name}" for name in ("reference", "streaming", "triton_kernel")}
+    found = {
+        (implementation, top_level)
+        for name, _, top_level in imports(MODULES[module])
+        for implementation in implementations
+        if implementation != module and (name == implementation or name.startswith(implementation + "."))
+    }
+    if module == "attnmon.stats.api":
+        assert [implementation for implementation, top_level in found if top_level] == [], "imported when needed only"
+    else:
+        assert found == set()
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_third_party_packages_stay_in_their_files(module):
+    wrong = []
+    for name, line, _ in imports(MODULES[module]):
+        package = "tensorboard" if name.startswith("torch.utils.tensorboard") else name.split(".")[0]
+        if package in CORE or package in sys.stdlib_module_names:
+            continue
+        if module not in OPTIONAL.get(package, set()):
+            wrong.append(f"line {line}: {name}")
+    assert wrong == []
+
+
+BLOCKED_IMPORT = """
+import importlib.abc, sys
+
+BLOCKED = {blocked}
+
+class Block(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in BLOCKED:
+            raise ModuleNotFoundError(f"blocked: {{name}}", name=name)
+
+sys.meta_path.insert(0, Block())
+{code}
+"""
+
+OPTIONAL_PACKAGES = (
+    "tensorboard", "PIL", "rich", "lightning", "pytorch_lightning", "transformers", "scipy", "matplotlib", "triton"
+)  # fmt: skip
+
+
+def run_blocked(code):
+    script = BLOCKED_IMPORT.format(blocked=set(OPTIONAL_PACKAGES), code=code)
+    return subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_the_core_needs_no_optional_package():
+    done = run_blocked(
+        "import torch, attnmon\n"
+        "q, k, v = torch.randn(3, 1, 2, 8, 4)\n"
+        "stats = attnmon.attention_stats(q, k, v, is_causal=True, top_n=2)\n"
+        "assert stats['entropy'].shape == (2,)\n"
+        "print(sorted(attnmon.__all__))"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "watch" in done.stdout
+
+
+@pytest.mark.parametrize("command", [["demo"], ["demo", "--help"], ["--help"]])
+def test_the_command_line_without_extras(command):
+    done = run_blocked(f"from attnmon.cli import main\nsys.exit(main({command!r}))")
+    if "--help" in command:
+        assert done.returncode == 0, done.stderr
+    else:
+        assert done.returncode == 2, done.stderr
+        assert "pip install 'attnmon[demo]'" in done.stderr
+        assert "Traceback" not in done.stderr
