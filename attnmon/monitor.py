@@ -55,20 +55,21 @@ class Monitor:
         write_every_n_steps: int = 1,
         process_group: Any = None,
     ) -> None:
-        check_count("every_n_steps", every_n_steps)
-        check_count("write_every_n_steps", write_every_n_steps)
-        if on_error not in ("warn", "raise"):
-            raise AttnmonError(f"on_error must be 'warn' or 'raise'; got {on_error!r}")
-        if on_alert is not None and not callable(on_alert):
-            raise AttnmonError(f"on_alert must be callable with one Alert; got {on_alert!r}")
-        writers = (writers,) if isinstance(writers, Writer) else tuple(writers)
-        for writer in writers:
-            if not isinstance(writer, Writer):
-                raise AttnmonError(f"writers must be attnmon.writers.Writer objects; got {type(writer).__name__}")
-        settings = Settings.create(
-            metrics=metrics, rows=rows, sequences=sequences, top_n=top_n, tokens=tokens, fd_epsilon=fd_epsilon
+        settings = check_options(
+            every_n_steps=every_n_steps,
+            rows=rows,
+            sequences=sequences,
+            top_n=top_n,
+            tokens=tokens,
+            fd_epsilon=fd_epsilon,
+            metrics=metrics,
+            rules=rules,
+            writers=writers,
+            on_alert=on_alert,
+            backend=backend,
+            on_error=on_error,
+            write_every_n_steps=write_every_n_steps,
         )
-        resolve_backend(backend)
         self.every_n_steps = every_n_steps
         self.write_every_n_steps = write_every_n_steps
         self._on_error = on_error
@@ -77,7 +78,8 @@ class Monitor:
         self._rules = RuleSet(rules)
         self._accumulator = Accumulator(settings, backend, self._call_fault)
         self._recorder = Recorder(model, self._accumulator, include=include, exclude=exclude)
-        self._writer = FanOut(writers, on_error=on_error)
+        self._writer = FanOut((writers,) if isinstance(writers, Writer) else tuple(writers), on_error=on_error)
+        self._written_step: int | None = None
         self._group = process_group
         self._merger: RankMerger | None = None
         self._pending = Pending()
@@ -189,10 +191,14 @@ class Monitor:
             if alerts:
                 self._writer.write_alerts(alerts)
             if (step + 1) % self.write_every_n_steps < self.every_n_steps:
-                self._writer.write_snapshot(snapshot)
+                self._write(snapshot)
         if self._on_alert is not None:
             for alert in alerts:
                 self._on_alert(alert)
+
+    def _write(self, snapshot: Snapshot) -> None:
+        self._writer.write_snapshot(snapshot)
+        self._written_step = snapshot.step
 
     def _snapshot_of(self, step: int, matrices: dict[str, NDArray[np.float64]]) -> Snapshot:
         packing = self._accumulator.packing
@@ -260,6 +266,10 @@ class Monitor:
 
     # -- life -----------------------------------------------------------------------------------------------
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
     def close(self) -> None:
         """Detach and close the writers; may be called more than once."""
         if self._closed:
@@ -271,6 +281,9 @@ class Monitor:
         self._closed = True
         self._guard(self._recorder.stop)
         if self._writes_here():
+            last = self._snapshot
+            if last is not None and last.step != self._written_step:
+                self._guard(lambda: self._write(last))  # a run ends between two writes; its last state matters
             self._guard(self._writer.close)
 
     def __enter__(self) -> Monitor:
@@ -322,6 +335,48 @@ class Monitor:
         if message not in self._warned and len(self._warned) < 1000:
             self._warned.add(message)
             warnings.warn(f"attnmon: {message}", AttnmonWarning, stacklevel=3)
+
+
+def check_options(
+    *,
+    every_n_steps: int = 1,
+    rows: int | None = 32,
+    sequences: int | None = 4,
+    top_n: int = 16,
+    tokens: str = "value",
+    fd_epsilon: float = 0.1,
+    metrics: Iterable[str] | str | None = None,
+    rules: Iterable[Rule] | None = None,
+    writers: Iterable[Writer] | Writer = (),
+    on_alert: Callable[[Alert], None] | None = None,
+    backend: str = "auto",
+    on_error: str = "warn",
+    write_every_n_steps: int = 1,
+    process_group: Any = None,
+    include: Sequence[str] | str | None = None,
+    exclude: Sequence[str] | str | None = None,
+) -> Settings:
+    """Validate everything about a monitor's options that needs no model.
+
+    Raises:
+        AttnmonError: says which option, what came and what is accepted.
+    """
+    del process_group, include, exclude  # they mean something only together with a model
+    check_count("every_n_steps", every_n_steps)
+    check_count("write_every_n_steps", write_every_n_steps)
+    if on_error not in ("warn", "raise"):
+        raise AttnmonError(f"on_error must be 'warn' or 'raise'; got {on_error!r}")
+    if on_alert is not None and not callable(on_alert):
+        raise AttnmonError(f"on_alert must be callable with one Alert; got {on_alert!r}")
+    for writer in (writers,) if isinstance(writers, Writer) else writers:
+        if not isinstance(writer, Writer):
+            raise AttnmonError(f"writers must be attnmon.writers.Writer objects; got {type(writer).__name__}")
+    settings = Settings.create(
+        metrics=metrics, rows=rows, sequences=sequences, top_n=top_n, tokens=tokens, fd_epsilon=fd_epsilon
+    )
+    resolve_backend(backend)
+    RuleSet(rules)
+    return settings
 
 
 def watch(

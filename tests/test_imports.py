@@ -20,6 +20,8 @@ LEVELS = {
     "rules": 1,
     "writers": 1,
     "accumulator": 2,
+    "pending": 2,
+    "ranks": 2,
     "monitor": 2,
     "lightning": 3,
     "huggingface": 3,

@@ -97,17 +97,39 @@ def attention_stats(
         hidden=hidden,
     )
     settings = _allowed(settings, call, explicit=metrics is not None)
-    packing = Packing(settings.metrics)
-    packed = measure(call, settings, make_plan(call, settings), packing, resolve_backend(backend, query.device))
-    found = packing.values(packed.double().cpu().numpy().astype(np.float64))
-    return {name: torch.from_numpy(head_values).to(query.device) for name, head_values in found.items()}
+    # without a softcap or a sink these two are known from others
+    substitutes = {}
+    if metrics is not None and softcap is None and "max_logit_uncapped" in settings.metrics:
+        substitutes["max_logit_uncapped"] = "max_logit"
+    packing = Packing(tuple(dict.fromkeys((*settings.metrics, *substitutes.values()))))
+    exact = torch.float32 if query.device.type == "mps" else torch.float64
+    packed = measure(
+        call, settings, make_plan(call, settings), packing, resolve_backend(backend, query.device), dtype=exact
+    )
+    matrix = packed.double().cpu().numpy()
+    found = packing.values(matrix)
+    found.update({name: found[other] for name, other in substitutes.items()})
+    if sinks is None and "sink_mass" in found:
+        found["sink_mass"] = np.where(packing.rows(matrix) > 0, np.float32(0.0), np.float32(np.nan))
+    return {name: torch.from_numpy(found[name]).to(query.device) for name in settings.metrics}
 
 
-def measure(call: AttentionCall, settings: Settings, plan: Plan, packing: Packing, backend: str) -> Tensor:
-    """Packed statistics [columns, H] of ``call`` by the named implementation ("torch" or "triton")."""
+def measure(
+    call: AttentionCall,
+    settings: Settings,
+    plan: Plan,
+    packing: Packing,
+    backend: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Packed statistics [columns, H] of ``call`` by the named implementation ("torch" or "triton").
+
+    While training the arithmetic is float32; ``attention_stats`` has the time for float64.
+    """
     implementation = {"torch": "streaming", "triton": "triton_kernel"}[backend]
     module = import_module(f"attnmon.stats.{implementation}")
-    packed: Tensor = module.measure(call, settings, plan, packing)
+    packed: Tensor = module.measure(call, settings, plan, packing, dtype)
     return packed
 
 

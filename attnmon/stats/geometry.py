@@ -86,7 +86,7 @@ def selection_geometry(
             of_rows = None if visible is None else visible.expand_as(excess)[hidden]
             found = _least(excess[hidden], index[hidden], of_rows)
             radius[hidden] = torch.where(outside_near, near_excess, math.inf).amin(-1)[hidden].minimum(found)
-    inside = (near_excess[..., :top_n] < radius[..., None]).sum(-1, dtype=torch.float32)
+    inside = (near_excess[..., :top_n] < radius[..., None]).sum(-1, dtype=tail.dtype)
 
     far = (excess + s_square[..., None]).clamp_(min=0.0).sqrt_()
     if weight is not None:
@@ -150,5 +150,5 @@ def _recompute(
         outside.scatter_(-1, index[at], False)
         near_outside = torch.where(outside_near[at], near[at], math.inf)
         radius = torch.where(outside, gaps, math.inf).amin(-1).minimum(near_outside.amin(-1))
-        inside[at] = (near[at][..., :top_n] < radius[..., None]).sum(-1, dtype=torch.float32)
+        inside[at] = (near[at][..., :top_n] < radius[..., None]).sum(-1, dtype=tail.dtype)
         distance[at] = torch.where(outside, gaps, 0.0).sum(-1) + torch.where(outside_near[at], near[at], 0.0).sum(-1)

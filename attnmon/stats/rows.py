@@ -44,14 +44,14 @@ class Visible:
     count: Tensor | int
 
     @classmethod
-    def of(cls, mask: Tensor | None, bias: Tensor | None, num_keys: int) -> Visible:
+    def of(cls, mask: Tensor | None, bias: Tensor | None, num_keys: int, dtype: torch.dtype) -> Visible:
         if mask is None:
             assert bias is not None
-            return cls(None, None, bias, num_keys)
-        weight = mask.float()
+            return cls(None, None, bias.to(dtype), num_keys)
+        weight = mask.to(dtype)
         shift = (weight - 1.0) * -HIDDEN
         if bias is not None:
-            shift = torch.where(mask, bias, HIDDEN)
+            shift = torch.where(mask, bias.to(dtype), HIDDEN)
         return cls(mask, weight, shift, weight.sum(-1))
 
 
@@ -105,7 +105,7 @@ def row_metrics(inputs: RowInputs, wanted: Collection[str]) -> RowOutputs:
     z = _final_logits(inputs, values)
     weight = None if inputs.visible is None else inputs.visible.weight
     count = num_keys if inputs.visible is None else inputs.visible.count
-    n = count if isinstance(count, Tensor) else torch.full((1, 1, 1), float(count), device=z.device)
+    n = count if isinstance(count, Tensor) else z.new_full((1, 1, 1), float(count))
 
     largest_logit = z.amax(-1)
     values["max_logit"] = largest_logit
@@ -197,14 +197,10 @@ def _final_logits(inputs: RowInputs, values: dict[str, Tensor]) -> Tensor:
                 uncapped = torch.where(visible.mask, uncapped, HIDDEN)
         values["max_logit_uncapped"] = uncapped.amax(-1)
         z = torch.tanh(z / inputs.softcap) * inputs.softcap
-    else:
-        uncapped = z
     if visible is not None:
-        z = z + visible.shift if z is uncapped else z.add_(visible.shift)
+        z = z.add_(visible.shift)
         if inputs.robust and visible.mask is not None:
             z = torch.where(visible.mask, z, HIDDEN)
-    if inputs.softcap is None:
-        values["max_logit_uncapped"] = z.amax(-1)
     return z
 
 

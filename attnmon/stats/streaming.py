@@ -2,7 +2,7 @@
 
 Rows are handled in blocks of a fixed number of logits (whole rows, as many as fit), so memory is
 O(block), whatever Lk and the number of rows; an Lq x Lk tensor is never built. Everything is accumulated in
-float32, sums over rows in float64. This file decides what a block reads; ``rows.py`` does its arithmetic.
+float32 (or float64, if asked), sums over rows in float64. This file decides what a block reads; ``rows.py`` does its arithmetic.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ _BLOCK_OTHER = 1 << 24
 
 
 @torch.no_grad()
-def measure(call: AttentionCall, settings: Settings, plan: Plan, packing: Packing) -> Tensor:
+def measure(
+    call: AttentionCall, settings: Settings, plan: Plan, packing: Packing, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Statistics of one call, packed.
 
     Args:
@@ -36,6 +38,7 @@ def measure(call: AttentionCall, settings: Settings, plan: Plan, packing: Packin
         settings: what to measure.
         plan: which rows.
         packing: layout of the result.
+        dtype: of the arithmetic: float32 while training, float64 where exactness matters more than time.
 
     Returns:
         [columns, H], float64 (float32 where the device has no float64); merge with ``Packing.merge``.
@@ -43,7 +46,7 @@ def measure(call: AttentionCall, settings: Settings, plan: Plan, packing: Packin
     source = call.query if call.query is not None else call.logits
     assert source is not None
     device = source.device
-    reducer = _Reducer(call, settings, plan, packing)
+    reducer = _Reducer(call, settings, plan, packing, dtype)
     result = torch.zeros(packing.num_columns, call.num_heads, dtype=reducer.dtype, device=device)
     sums, maxima = result[: packing.num_sums], result[packing.num_sums :]
     maxima.fill_(-math.inf)
@@ -73,7 +76,10 @@ class _Block:
 
 
 class _Reducer:
-    def __init__(self, call: AttentionCall, settings: Settings, plan: Plan, packing: Packing) -> None:
+    def __init__(
+        self, call: AttentionCall, settings: Settings, plan: Plan, packing: Packing, compute: torch.dtype
+    ) -> None:
+        self.compute = compute
         self.call, self.settings, self.plan, self.packing = call, settings, plan, packing
         self.on_cpu = plan.positions.device.type == "cpu"
         self.num_keys = call.logits.shape[3] if call.key is None else call.key.shape[2]  # type: ignore[union-attr]
@@ -122,7 +128,7 @@ class _Reducer:
             count = block.sequences.stop - block.sequences.start
             chosen = slice(first, first + (count - 1) * span.step + 1, span.step)
             visible, bias = visible_keys(self.call, chosen, positions, block.heads, self.num_keys)
-            found = None if visible is None and bias is None else Visible.of(visible, bias, self.num_keys)
+            found = None if visible is None and bias is None else Visible.of(visible, bias, self.num_keys, self.compute)
             if per_head:
                 return found
             self.plan.shared[key] = found
@@ -133,14 +139,14 @@ class _Reducer:
         call = self.call
         index = positions[:, None, :, None]
         if call.logits is not None and self.plan.gathered:
-            return call.logits[block.sequences, block.heads, block.rows].float()
+            return call.logits[block.sequences, block.heads, block.rows].to(self.compute)
         if call.logits is not None:
             rows = self._of_sequences(call.logits, block)[:, block.heads]
-            return rows.gather(2, index.expand(-1, rows.shape[1], -1, rows.shape[3])).float()
+            return rows.gather(2, index.expand(-1, rows.shape[1], -1, rows.shape[3])).to(self.compute)
         assert call.query is not None and call.key is not None
         query = self._of_sequences(call.query, block)[:, block.heads]
-        query = query.gather(2, index.expand(-1, query.shape[1], -1, query.shape[3])).float() * call.scale
-        keys = _float_contiguous(self._of_sequences(call.key, block)[:, self._groups(block)])
+        query = query.gather(2, index.expand(-1, query.shape[1], -1, query.shape[3])).to(self.compute) * call.scale
+        keys = _contiguous(self._of_sequences(call.key, block)[:, self._groups(block)], self.compute)
         num_s, num_g, _, dim = keys.shape
         num_rows = positions.shape[1]
         product = query.view(num_s, num_g, self.group * num_rows, dim) @ keys.transpose(-1, -2)
@@ -155,10 +161,10 @@ class _Reducer:
             return None
         if self.settings.tokens == "hidden":
             assert self.call.hidden is not None
-            tokens = _float_contiguous(self._of_sequences(self.call.hidden, block))[:, None]
+            tokens = _contiguous(self._of_sequences(self.call.hidden, block), self.compute)[:, None]
         else:
             assert self.call.value is not None
-            tokens = _float_contiguous(self._of_sequences(self.call.value, block)[:, self._groups(block)])
+            tokens = _contiguous(self._of_sequences(self.call.value, block)[:, self._groups(block)], self.compute)
         if self.settings.tokens == "value_raw":
             return tokens
         length = torch.linalg.vector_norm(tokens, dim=-1, keepdim=True)
@@ -178,7 +184,7 @@ class _Reducer:
         # a row's direction is a window of the (repeated) table: gathered as rows of an overlapping view
         repeats = 1 + (self.num_keys + TABLE_SIZE - 1) // TABLE_SIZE
         windows = table.repeat(repeats).as_strided((TABLE_SIZE, self.num_keys), (1, 1))
-        direction = windows[start.flatten()].view(start.shape[0], 1, start.shape[1], self.num_keys)
+        direction = windows[start.flatten()].view(start.shape[0], 1, start.shape[1], self.num_keys).to(self.compute)
         seen = direction if visible is None or visible.weight is None else direction * visible.weight
         norm = torch.linalg.vector_norm(seen, dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
         step = self.settings.fd_epsilon / self.call.tau
@@ -199,7 +205,7 @@ class _Reducer:
         z = self._logits(block, positions)
         if self.call.logits is not None:
             mask = ~(z <= logit_threshold(self.call.logits.dtype))
-            visible = None if self.on_cpu and bool(mask.all()) else Visible.of(mask, None, self.num_keys)
+            visible = None if self.on_cpu and bool(mask.all()) else Visible.of(mask, None, self.num_keys, self.compute)
             # masked entries are anything from -1e9 to -inf; NaN stays, to be counted
             z = z.clamp_(min=HIDDEN)
         else:
@@ -210,7 +216,7 @@ class _Reducer:
             visible=visible,
             tau=self.call.tau,
             softcap=self.call.softcap if self.call.logits is None else None,
-            sinks=None if self.call.sinks is None else self.call.sinks[block.heads].float(),
+            sinks=None if self.call.sinks is None else self.call.sinks[block.heads].to(self.compute),
             tokens=self._tokens(block),
             perturbation=self._perturbation(block, positions, visible) if self.with_fd else None,
             perturbation_is_expm1=self.settings.fd_epsilon / self.call.tau <= EXPM1_LIMIT,
@@ -243,7 +249,7 @@ class _Reducer:
             counted = nothing if value is None else classes[METRICS[name].valid_rows]
             if value is not None and METRICS[name].needs == "value":
                 counted = counted & value.isfinite()  # a value vector that is not finite says nothing of the row
-            addends.append(torch.zeros_like(valid, dtype=torch.float32) if value is None else value)
+            addends.append(torch.zeros_like(valid, dtype=self.compute) if value is None else value)
             columns.append(counted)
         first = self.packing.first_mean
         counts = torch.stack(columns).sum((1, 3), dtype=self.dtype)
@@ -259,7 +265,7 @@ class _Reducer:
         return torch.cat(pieces)
 
 
-def _float_contiguous(tensor: Tensor) -> Tensor:
-    if tensor.dtype == torch.float32:
+def _contiguous(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if tensor.dtype == dtype:
         return tensor.contiguous()
-    return torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device).copy_(tensor)
+    return torch.empty(tensor.shape, dtype=dtype, device=tensor.device).copy_(tensor)

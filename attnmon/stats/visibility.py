@@ -85,7 +85,7 @@ def visible_keys(
             hide(~padding)
         else:
             hide(~(padding <= mask_threshold(padding.dtype)))
-            add(padding.float())
+            add(_wide(padding))
     mask = call.attn_mask
     if mask is not None:
         if mask.shape[0] > 1:
@@ -101,7 +101,7 @@ def visible_keys(
             hide(mask)
         else:
             hide(~(mask <= mask_threshold(mask.dtype)))  # NaN stays visible: a fault to be counted
-            add(mask.float())
+            add(_wide(mask))
     if visible is not None and bias is not None:
         bias = torch.where(visible, bias, 0.0)
     return visible, bias
@@ -110,3 +110,7 @@ def visible_keys(
 def documents(cu_seqlens: Tensor, positions: Tensor) -> Tensor:
     """Index of the packed document that each position lies in."""
     return torch.searchsorted(cu_seqlens[1:].contiguous().long(), positions.contiguous(), right=True)
+
+
+def _wide(bias: Tensor) -> Tensor:
+    return bias.to(torch.promote_types(bias.dtype, torch.float32))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attnmon.metrics import METRICS
-from attnmon.types import FloatArray
+from attnmon.types import CountArray, FloatArray, Snapshot
 
 # Which settings a metric's value depends on; two values compare only if these agree (definitions.md, section 3).
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -49,6 +49,24 @@ def pool(by_path: Mapping[str, FloatArray]) -> Pooled | None:
     if not values.size:
         return None
     return Pooled(float(values.mean()), float(values.min()), float(values.max()))
+
+
+def snapshot_scalars(snapshot: Snapshot) -> dict[str, float]:
+    """Tag -> number: mean, minimum and maximum of each metric over heads, and the row counts."""
+    scalars: dict[str, float] = {}
+    for metric in snapshot.metrics:
+        pooled = pool(snapshot[metric])
+        if pooled is not None:
+            scalars |= {f"attnmon/{metric}/{name}": number for name, number in pooled._asdict().items()}
+    scalars["attnmon/rows/total"] = _total(snapshot.rows)
+    scalars["attnmon/excluded/total"] = _total(snapshot.excluded)
+    for reason, by_path in snapshot.excluded_by_reason.items():
+        scalars[f"attnmon/excluded/{reason}"] = _total(by_path)
+    return scalars
+
+
+def _total(by_path: Mapping[str, CountArray]) -> float:
+    return float(sum(int(counts.sum()) for counts in by_path.values()))
 
 
 def short_paths(paths: Sequence[str], limit: int = 26) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from attnmon.errors import AttnmonError, MissingExtra
 from attnmon.types import Alert, Snapshot
-from attnmon.writers._describe import pool
+from attnmon.writers._describe import pool, snapshot_scalars
 from attnmon.writers._markdown import alerts_table, legend
 from attnmon.writers.base import Writer
 from attnmon.writers.heatmap import heads_png, render_heads, require_pillow
@@ -77,22 +77,12 @@ class TensorBoardWriter(Writer):
         self._num_alerts = 0
 
     def write_snapshot(self, snapshot: Snapshot) -> None:
-        scalars: dict[str, float] = {}
-        for metric in snapshot.metrics:
-            pooled = pool(snapshot[metric])
-            if pooled is not None:
-                scalars |= {f"attnmon/{metric}/{name}": number for name, number in pooled._asdict().items()}
-        scalars["attnmon/rows/total"] = _total(snapshot.rows)
-        scalars["attnmon/excluded/total"] = _total(snapshot.excluded)
-        for reason, by_path in snapshot.excluded_by_reason.items():
-            scalars[f"attnmon/excluded/{reason}"] = _total(by_path)
-
         self._last, self._drawn = snapshot, set()
         is_due = self._images_every is not None and self._num_snapshots % self._images_every == 0
         self._num_snapshots += 1
-        self._sink().scalars(scalars, snapshot.step)
+        self._target().scalars(snapshot_scalars(snapshot), snapshot.step)
         if not self._has_legend:
-            self._sink().text("attnmon/legend", legend(snapshot), snapshot.step)
+            self._target().text("attnmon/legend", legend(snapshot), snapshot.step)
             self._has_legend = True
         if is_due:
             self._draw(snapshot.metrics)
@@ -102,7 +92,7 @@ class TensorBoardWriter(Writer):
         self._num_alerts += len(alerts)
         newest_first = sorted(self._alerts, key=lambda alert: alert.step, reverse=True)
         text = alerts_table(newest_first, self._num_alerts - len(self._alerts))
-        self._sink().text("attnmon/alerts", text, max(alert.step for alert in alerts))
+        self._target().text("attnmon/alerts", text, max(alert.step for alert in alerts))
         if self._images_every is not None and self._last is not None:
             step = self._last.step
             self._draw({alert.metric: None for alert in alerts if alert.step == step and alert.metric in self._last})
@@ -131,10 +121,10 @@ class TensorBoardWriter(Writer):
         assert self._last is not None
         todo = [metric for metric in metrics if metric not in self._drawn and pool(self._last[metric]) is not None]
         if todo:
-            self._sink().images(todo, self._last)
+            self._target().images(todo, self._last)
             self._drawn.update(todo)
 
-    def _sink(self) -> _EventFile | _AnyLogger:
+    def _target(self) -> _EventFile | _AnyLogger:
         writer = self._given
         if writer is None:
             if self._own is None:
