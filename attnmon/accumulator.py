@@ -47,7 +47,7 @@ class Accumulator:
         self._matrices: dict[str, Tensor] = {}
         # the masks stay referenced, or another mask could come to lie at the same address
         self._plans: dict[Any, tuple[Plan, Tensor | None, Tensor | None]] = {}
-        self._first_draw = 0
+        self.next_draw = 1  # where the next step's sampling goes on; part of a monitor's saved state
         self._calls: Counter[str] = Counter()
 
     @property
@@ -56,14 +56,18 @@ class Accumulator:
         return self._calls.total()
 
     def begin(self) -> None:
-        """A measured step starts; it looks at other positions than the steps before."""
-        self._first_draw += max(self._calls.values(), default=1)
+        """A measured step starts."""
         self._calls.clear()
         self._matrices = {}
         self._plans.clear()
 
     def take(self) -> dict[str, Tensor]:
-        """The step's matrices [columns, heads] by path; the accumulator is empty afterwards."""
+        """The step's matrices [columns, heads] by path; the accumulator is empty afterwards.
+
+        The next step will look at other positions.
+        """
+        self.next_draw += max(self._calls.values(), default=0)
+        self._calls.clear()
         taken, self._matrices = self._matrices, {}
         self._plans.clear()
         return taken
@@ -118,19 +122,22 @@ class Accumulator:
         if matrix is None:
             self._matrices[site.path] = packed
             return
-        sums = self.packing.num_sums
-        matrix[:sums] += packed[:sums].to(matrix.device)
-        matrix[sums:] = torch.maximum(matrix[sums:], packed[sums:].to(matrix.device))
+        # not in place: a first call under inference_mode leaves a matrix that may not be written to
+        sums, packed = self.packing.num_sums, packed.to(matrix.device)
+        merged = (matrix[:sums] + packed[:sums], torch.maximum(matrix[sums:], packed[sums:]))
+        self._matrices[site.path] = torch.cat(merged)
 
     def _draw(self, site: Site) -> int:
         # micro-batches and repeated calls of a step look at other positions than its first call
-        return self._first_draw + self._calls[site.path]
+        return self.next_draw + self._calls[site.path]
 
     def _plan(self, site: Site, call: AttentionCall) -> Plan:
         """One plan for all calls of a step that look alike: layers share masks."""
-        assert call.query is not None and call.key is not None
+        assert call.query is not None
+        assert call.key is not None
         draw, mask, padding = self._draw(site), call.attn_mask, call.key_padding_mask
-        if call.cu_seqlens is not None or any(tensor is not None and tensor.is_inference() for tensor in (mask, padding)):
+        masks = [tensor for tensor in (mask, padding) if tensor is not None]
+        if call.cu_seqlens is not None or any(tensor.is_inference() for tensor in masks):
             return make_plan(call, self.settings, draw)
         key = (
             draw, call.query.shape[0], call.query.shape[2], call.key.shape[2], call.query.device, call.is_causal,

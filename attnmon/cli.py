@@ -91,7 +91,7 @@ def _demo_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", type=_integer(1), default=4, metavar="N", help="attention heads a layer")
     parser.add_argument("--dim", type=_integer(1), default=128, metavar="N", help="width; a multiple of --heads")
     parser.add_argument("--length", type=_integer(2), default=128, metavar="N", help="tokens (bytes) a sequence")
-    parser.add_argument("--batch", type=_integer(1), default=16, metavar="N", help="sequences a step")
+    parser.add_argument("--batch", type=_integer(1), default=8, metavar="N", help="sequences a step")
     parser.add_argument(
         "--text",
         type=Path,

@@ -44,7 +44,7 @@ class Options:
     heads: int = 4
     dim: int = 128
     length: int = 128
-    batch: int = 16
+    batch: int = 8
     fault: bool = True
     logdir: Path = Path("runs/attnmon-demo")
     seed: int = 0
@@ -133,12 +133,13 @@ def run(options: Options) -> int:
         logger = TensorBoardLogger(options.logdir, name="")
         monitor = AttentionMonitor(log_every_n_steps=10)
         fault = TemperatureFault(monitor, at=options.steps // 2, temperature=FAULT_TEMPERATURE)
+        callbacks: list[Any] = [monitor, fault] if options.fault else [monitor]
         trainer = pl.Trainer(
             accelerator="cpu",
             max_epochs=1,
             logger=logger,
             log_every_n_steps=10,
-            callbacks=[monitor, fault] if options.fault else [monitor],
+            callbacks=callbacks,
             gradient_clip_val=1.0,
             enable_checkpointing=False,
             enable_model_summary=False,
@@ -191,8 +192,9 @@ def describe_alerts(alerts: Sequence[Alert]) -> str:
     lines = [f"{len(alerts)} alert{'s' if len(alerts) > 1 else ''}:"]
     for (rule, severity, module), members in groups.items():
         first = members[0]
-        heads = ", ".join(str(head) for head in sorted({alert.head for alert in members}))
-        lines.append(f"  {severity} {rule}, {module}, heads {heads}, from step {first.step}")
+        heads = sorted({alert.head for alert in members})
+        named = f"head{'s' if len(heads) > 1 else ''} {', '.join(map(str, heads))}"
+        lines.append(f"  {severity} {rule}, {module}, {named}, from step {first.step}")
         lines.append(f"    {first.message}")
     return "\n".join(lines)
 
@@ -209,13 +211,16 @@ def tensorboard_command(logdir: Path) -> str:
 @contextlib.contextmanager
 def _less_noise() -> Iterator[None]:
     """Silence the hints that Lightning prints for every small CPU run; attnmon's own warnings stay."""
-    log = logging.getLogger("pytorch_lightning")
-    level = log.level
-    log.setLevel(logging.WARNING)
+    # one logger each; which of them speaks depends on the packages that are installed
+    names = ("pytorch_lightning", "lightning.pytorch", "lightning_fabric", "lightning.fabric")
+    levels = {log: log.level for log in map(logging.getLogger, names)}
     with warnings.catch_warnings():
         for hint in (".*does not have many workers.*", ".*isinstance.treespec, LeafSpec.*"):
             warnings.filterwarnings("ignore", message=hint)
         try:
+            for log in levels:
+                log.setLevel(logging.WARNING)
             yield
         finally:
-            log.setLevel(level)
+            for log, level in levels.items():
+                log.setLevel(level)

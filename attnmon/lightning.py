@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
+import sys
 import warnings
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from attnmon.capture import CoverageRecord
 from attnmon.errors import AttnmonError, AttnmonWarning, MissingExtra
-from attnmon.monitor import Monitor, check_options
+from attnmon.monitor import Monitor, as_tuple, check_options, watch
+from attnmon.rules import Rule
 from attnmon.stats.settings import check_count
 from attnmon.types import Alert, Snapshot
 from attnmon.writers import ConsoleWriter, JsonlWriter, TensorBoardWriter, Writer
@@ -22,10 +26,11 @@ __all__ = ["AttentionMonitor"]
 
 def _callback_bases() -> tuple[type, ...]:
     """The Callback classes of whichever of the two packages is installed: they are not each other's kin."""
-    found = []
-    for name in ("pytorch_lightning", "lightning.pytorch"):
-        if importlib.util.find_spec(name.split(".")[0]) is not None:
-            found.append(importlib.import_module(name).Callback)
+    found = [
+        importlib.import_module(name).Callback
+        for name in ("pytorch_lightning", "lightning.pytorch")
+        if importlib.util.find_spec(name.split(".")[0]) is not None
+    ]
     if not found:
         raise MissingExtra("pytorch_lightning", "lightning", "attnmon.lightning")
     return tuple(dict.fromkeys(found))
@@ -66,12 +71,20 @@ class AttentionMonitor(_Base):
         check_count("log_every_n_steps", log_every_n_steps, none_means="the trainer's own")
         if "write_every_n_steps" in options:
             raise AttnmonError("write_every_n_steps is called log_every_n_steps in this callback")
-        self._writers: Sequence[Writer] = (writers,) if isinstance(writers, Writer) else tuple(writers)
+        accepted = {"log_every_n_steps", *inspect.signature(watch).parameters} - {"model", "write_every_n_steps"}
+        unknown = ", ".join(repr(name) for name in options if name not in accepted)
+        if unknown:
+            raise AttnmonError(f"unknown option {unknown}; accepted are: {', '.join(sorted(accepted))}")
+        # what runs once is kept: a second fit needs it again
+        for name, kind in (("metrics", str), ("rules", Rule), ("include", str), ("exclude", str)):
+            if name in options:
+                options[name] = as_tuple(name, options[name], kind)
+        self._writers: tuple[Writer, ...] = as_tuple("writers", writers, Writer) or ()
         check_options(writers=self._writers, **options)
         self._options = options
         self._log_every_n_steps = log_every_n_steps
         self._monitor: Monitor | None = None
-        self._model: Any = None
+        self._model: weakref.ref[Any] | None = None
         self._restored: dict[str, Any] | None = None
         self._steps_before = 0
         self._is_open = False
@@ -105,13 +118,13 @@ class AttentionMonitor(_Base):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach: a monitor for this fit, which goes on where an earlier fit of the same model left off."""
-        if self._restored is None and self._monitor is not None and self._model is pl_module:
+        if self._restored is None and self._monitor is not None and self._is_model(pl_module):
             self._restored = self._monitor.state_dict()
         self._drop_monitor()
-        every = self._log_every_n_steps or getattr(trainer, "log_every_n_steps", 0) or 1
+        every = self._log_every_n_steps or trainer.log_every_n_steps or sys.maxsize  # the trainer's 0 is "never"
         writers = [*self._writers, *_writers_for(trainer)] if trainer.is_global_zero else []
         self._monitor = Monitor(pl_module, writers=writers, write_every_n_steps=every, **self._options)
-        self._model = pl_module
+        self._model = weakref.ref(pl_module)
         self._is_open = False
         self._restore()
 
@@ -126,10 +139,14 @@ class AttentionMonitor(_Base):
         self._steps_before = trainer.global_step
         self._monitor.begin_step(_logged_step(trainer))
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         """Forward and backward are done: what other callbacks run from here on is not training."""
         if self._monitor is not None and pl_module.automatic_optimization:
             self._monitor.pause()
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """The same for a training step without a loss, which has no backward."""
+        self.on_after_backward(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """A micro-batch ends, and with it the step if the optimizer has moved."""
@@ -139,6 +156,11 @@ class AttentionMonitor(_Base):
         if trainer.global_step != self._steps_before:
             self._is_open = False
             self._monitor.end_step(collective=True)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """An epoch may end inside a micro-batch (a hook returned -1), and validation may follow."""
+        if self._monitor is not None:
+            self._monitor.pause()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Training is over: write what is still on its way."""
@@ -155,7 +177,9 @@ class AttentionMonitor(_Base):
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint carries: baselines, open alerts, the step count."""
-        return {} if self._monitor is None else self._monitor.state_dict()
+        if self._monitor is None or self._restored is not None:
+            return self._restored or {}
+        return self._monitor.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a checkpoint; one of another version is left aside with a warning."""
@@ -164,6 +188,9 @@ class AttentionMonitor(_Base):
             self._restore()
 
     # -- inside ---------------------------------------------------------------------------------------------
+
+    def _is_model(self, pl_module: Any) -> bool:
+        return self._model is not None and self._model() is pl_module
 
     def _restore(self) -> None:
         state, self._restored = self._restored, None
@@ -204,7 +231,7 @@ def _writers_for(trainer: Any) -> list[Writer]:
     for logger in trainer.loggers:
         if type(logger).__name__ == "DummyLogger":  # fast_dev_run
             continue
-        experiment = logger.experiment
+        experiment = getattr(logger, "experiment", None)
         if all(callable(getattr(experiment, name, None)) for name in ("add_scalar", "add_image", "add_text")):
             writers.append(_tensorboard_writer(experiment, logger))
         else:

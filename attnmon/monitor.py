@@ -55,6 +55,9 @@ class Monitor:
         write_every_n_steps: int = 1,
         process_group: Any = None,
     ) -> None:
+        metrics, rules = as_tuple("metrics", metrics, str), as_tuple("rules", rules, Rule)
+        include, exclude = as_tuple("include", include, str), as_tuple("exclude", exclude, str)
+        all_writers: tuple[Writer, ...] = as_tuple("writers", writers, Writer) or ()
         settings = check_options(
             every_n_steps=every_n_steps,
             rows=rows,
@@ -64,11 +67,13 @@ class Monitor:
             fd_epsilon=fd_epsilon,
             metrics=metrics,
             rules=rules,
-            writers=writers,
+            writers=all_writers,
             on_alert=on_alert,
             backend=backend,
             on_error=on_error,
             write_every_n_steps=write_every_n_steps,
+            include=include,
+            exclude=exclude,
         )
         self.every_n_steps = every_n_steps
         self.write_every_n_steps = write_every_n_steps
@@ -78,7 +83,7 @@ class Monitor:
         self._rules = RuleSet(rules)
         self._accumulator = Accumulator(settings, backend, self._call_fault)
         self._recorder = Recorder(model, self._accumulator, include=include, exclude=exclude)
-        self._writer = FanOut((writers,) if isinstance(writers, Writer) else tuple(writers), on_error=on_error)
+        self._writer = FanOut(all_writers, on_error=on_error)
         self._written_step: int | None = None
         self._group = process_group
         self._merger: RankMerger | None = None
@@ -90,7 +95,9 @@ class Monitor:
         self._measuring = False
         self._closed = False
         self._warned: set[str] = set()
-        self._faults = 0
+        self._refused_calls = False  # in the open step
+        self._rank = 0  # stays known when the process group is gone
+        self._note_rank()
 
     # -- a step ---------------------------------------------------------------------------------------------
 
@@ -101,25 +108,29 @@ class Monitor:
         Args:
             step: its number, for the records; by default the steps are counted from 0.
         """
-        self.begin_step(step)
+        begun = self.begin_step(step)
         try:
             yield
         except BaseException:
-            self.abandon_step()
+            if begun:
+                self.abandon_step()
             raise
-        self.end_step()
+        if begun:
+            self.end_step()
 
-    def begin_step(self, step: int | None = None) -> None:
-        """First half of ``step()``, for trainers whose steps are not one block of code."""
+    def begin_step(self, step: int | None = None) -> bool:
+        """First half of ``step()``, for trainers whose steps are not one block of code; whether one was begun."""
+        if self._open_step is not None:
+            self._warn_once("a step was begun inside another step; the inner one is ignored")
         if self._closed or self._open_step is not None:
-            if self._open_step is not None:
-                self._warn_once("a step was begun inside another step; the inner one is ignored")
-            return
+            return False
         self._open_step = self._next_step if step is None else int(step)
         self._measuring = self._open_step % self.every_n_steps == 0
+        self._refused_calls = False
         if self._measuring:
             self._guard(self._accumulator.begin)
             self.resume()
+        return True
 
     def pause(self) -> None:
         """Look away until ``resume``: between the micro-batches of a step, say, when validation may run."""
@@ -153,11 +164,8 @@ class Monitor:
             self._guard(lambda: self._finish(step, collective))
 
     def _finish(self, step: int, collective: bool) -> None:
-        if self._accumulator.calls == 0:
-            self._warn_once(
-                "a measured step captured no attention call; monitor.coverage() says which modules were expected"
-            )
-        self._recorder.end_step(self._accumulator.calls > 0)
+        calls = self._accumulator.calls
+        self._recorder.end_step(calls > 0)
         matrices = self._accumulator.take()
         ranks = world_size(self._group)
         self._collect(wait=ranks > 1)
@@ -169,11 +177,15 @@ class Monitor:
             self._merge_ranks(step, matrices)
         else:
             self._pending.hold(step, matrices)
+        if not calls and not self._refused_calls:  # after the collective, since a warning may be an exception
+            self._warn_once(
+                "a measured step captured no attention call; monitor.coverage() says which modules were expected"
+            )
 
     def _merge_ranks(self, step: int, matrices: dict[str, torch.Tensor]) -> None:
         if self._merger is None:
             self._merger = RankMerger(self._accumulator.packing, self._group)
-        merged = self._merger.merge(matrices, [site.path for site in self._recorder.all_sites])
+        step, merged = self._merger.merge(step, matrices)
         if merged:
             self._publish(step, merged)
 
@@ -183,15 +195,19 @@ class Monitor:
 
     def _publish(self, step: int, matrices: dict[str, NDArray[np.float64]]) -> None:
         snapshot = self._snapshot_of(step, matrices)
+        before = step - self.every_n_steps
+        if self._snapshot is not None:
+            before = min(before, self._snapshot.step)
+        is_due = (step + 1) // self.write_every_n_steps > (before + 1) // self.write_every_n_steps
         self._snapshot = snapshot
         alerts = self._rules.update(snapshot)
         self._alerts.extend(alerts)
         del self._alerts[:-_ALERTS_KEPT]
         if self._writes_here():
+            if is_due:
+                self._write(snapshot)
             if alerts:
                 self._writer.write_alerts(alerts)
-            if (step + 1) % self.write_every_n_steps < self.every_n_steps:
-                self._write(snapshot)
         if self._on_alert is not None:
             for alert in alerts:
                 self._on_alert(alert)
@@ -235,7 +251,7 @@ class Monitor:
         """Wait for what is on its way and return the newest snapshot.
 
         Under ``torch.distributed`` with more than one rank this is a collective: every rank has to call it, after
-        the same step. It merges the newest finished step over ranks.
+        the same step, and nothing is published before. It merges the newest finished step over ranks.
         """
         if not self._closed:
             self._guard(self._flush)
@@ -244,9 +260,7 @@ class Monitor:
     def _flush(self) -> None:
         self._collect(wait=True)
         if world_size(self._group) > 1:
-            held = self._pending.held()
-            if held is not None:
-                self._merge_ranks(*held)
+            self._merge_ranks(*(self._pending.held() or (-1, {})))  # a rank without a step enters all the same
         if self._writes_here():
             self._writer.flush()
 
@@ -278,6 +292,8 @@ class Monitor:
             self.abandon_step()
         if world_size(self._group) == 1:
             self._guard(lambda: self._collect(wait=True))
+        elif self._snapshot is None and self._pending.held() is not None:
+            self._warn_once("nothing was published: with several ranks, every rank has to call monitor.flush()")
         self._closed = True
         self._guard(self._recorder.stop)
         if self._writes_here():
@@ -295,7 +311,12 @@ class Monitor:
     def state_dict(self) -> dict[str, Any]:
         """Baselines, open alerts and the step count; plain containers, numbers and strings."""
         self._guard(lambda: self._collect(wait=True))
-        return {"version": 1, "next_step": self._next_step, "rules": self._rules.state_dict()}
+        return {
+            "version": 1,
+            "next_step": self._next_step,
+            "next_draw": self._accumulator.next_draw,
+            "rules": self._rules.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state_dict`` left off.
@@ -305,15 +326,21 @@ class Monitor:
         """
         if not isinstance(state, dict) or state.get("version") != 1:
             raise AttnmonError("state must be what Monitor.state_dict() returned, version 1")
-        self._rules.load_state_dict(state["rules"])
-        self._next_step = int(state["next_step"])
+        next_step, next_draw = state.get("next_step"), state.get("next_draw")
+        if not isinstance(next_step, int) or not isinstance(next_draw, int):
+            raise AttnmonError("state must be what Monitor.state_dict() returned; it lacks next_step or next_draw")
+        self._rules.load_state_dict(state.get("rules", {}))  # changes nothing if it raises
+        self._next_step, self._accumulator.next_draw = next_step, next_draw
 
     # -- faults ---------------------------------------------------------------------------------------------
 
     def _writes_here(self) -> bool:
-        if world_size(self._group) == 1:
-            return True
-        return torch.distributed.get_rank(self._group) == 0
+        self._note_rank()
+        return self._rank == 0
+
+    def _note_rank(self) -> None:
+        if world_size(self._group) > 1:
+            self._rank = torch.distributed.get_rank(self._group)
 
     def _guard(self, action: Callable[[], Any]) -> None:
         """Run something of ours inside the user's training: it must not raise there, unless asked to."""
@@ -322,18 +349,25 @@ class Monitor:
         except Exception as error:
             if self._on_error == "raise":
                 raise
-            self._faults += 1
-            self._warn_once(f"a fault inside the monitor ({type(error).__name__}: {error}); training goes on")
+            kind = type(error).__name__
+            self._warn_once(f"a fault inside the monitor ({kind}: {error}); training goes on", topic=f"fault {kind}")
 
     def _call_fault(self, path: str, error: Exception, is_new: bool) -> None:
         if self._on_error == "raise" and not isinstance(error, AttnmonError):
             raise error
+        self._refused_calls = True
         if is_new:
-            self._warn_once(f"{path or 'the model'}: an attention call is not measured: {error}")
+            reason = str(error) if isinstance(error, AttnmonError) else f"{type(error).__name__}: {error}"
+            self._warn_once(
+                f"{path or 'the model'}: an attention call is not measured: {reason}; "
+                "further modules of which this holds are in monitor.coverage()",
+                topic=reason if isinstance(error, AttnmonError) else f"call {type(error).__name__}",
+            )
 
-    def _warn_once(self, message: str) -> None:
-        if message not in self._warned and len(self._warned) < 1000:
-            self._warned.add(message)
+    def _warn_once(self, message: str, topic: str | None = None) -> None:
+        topic = topic or message
+        if topic not in self._warned and len(self._warned) < 1000:
+            self._warned.add(topic)
             warnings.warn(f"attnmon: {message}", AttnmonWarning, stacklevel=3)
 
 
@@ -361,22 +395,46 @@ def check_options(
     Raises:
         AttnmonError: says which option, what came and what is accepted.
     """
-    del process_group, include, exclude  # they mean something only together with a model
+    del process_group
+    for name, patterns in (("include", include), ("exclude", exclude)):  # whether they match, only a model can tell
+        if not all(isinstance(pattern, str) for pattern in as_tuple(name, patterns, str) or ()):
+            raise AttnmonError(f"{name} must be glob patterns on module paths, such as '*.attn'; got {patterns!r}")
     check_count("every_n_steps", every_n_steps)
     check_count("write_every_n_steps", write_every_n_steps)
     if on_error not in ("warn", "raise"):
         raise AttnmonError(f"on_error must be 'warn' or 'raise'; got {on_error!r}")
     if on_alert is not None and not callable(on_alert):
         raise AttnmonError(f"on_alert must be callable with one Alert; got {on_alert!r}")
-    for writer in (writers,) if isinstance(writers, Writer) else writers:
+    for writer in as_tuple("writers", writers, Writer) or ():
         if not isinstance(writer, Writer):
             raise AttnmonError(f"writers must be attnmon.writers.Writer objects; got {type(writer).__name__}")
     settings = Settings.create(
-        metrics=metrics, rows=rows, sequences=sequences, top_n=top_n, tokens=tokens, fd_epsilon=fd_epsilon
+        metrics=as_tuple("metrics", metrics, str),
+        rows=rows,
+        sequences=sequences,
+        top_n=top_n,
+        tokens=tokens,
+        fd_epsilon=fd_epsilon,
     )
     resolve_backend(backend)
-    RuleSet(rules)
+    RuleSet(as_tuple("rules", rules, Rule))
     return settings
+
+
+def as_tuple(name: str, given: Any, kind: type) -> Any:
+    """An option that is one ``kind`` or an iterable of them (perhaps one that runs once), as a tuple; None stays None.
+
+    Raises:
+        AttnmonError: it is neither.
+    """
+    if given is None:
+        return None
+    if isinstance(given, kind):
+        return (given,)
+    try:
+        return tuple(given)
+    except TypeError:
+        raise AttnmonError(f"{name} must be one {kind.__name__} or several; got {given!r}") from None
 
 
 def watch(

@@ -25,7 +25,7 @@ class RankMerger:
 
     The layout (which modules, how many heads) is agreed once, at the first merge. A rank that later sees a module
     which is not in it raises a flag inside the packed data, and all ranks agree anew at the next merge; so no rank
-    ever enters a collective that another does not.
+    ever enters a collective that another does not. That one step lacks the module.
 
     Args:
         packing: layout of a module's matrix.
@@ -38,24 +38,25 @@ class RankMerger:
         self._layout: dict[str, int] | None = None
         self._renew = True
 
-    def merge(self, local: dict[str, Tensor], order: list[str]) -> dict[str, NDArray[np.float64]]:
+    def merge(self, step: int, local: dict[str, Tensor]) -> tuple[int, dict[str, NDArray[np.float64]]]:
         """A collective: every rank has to call it, with whatever it has.
 
         Args:
+            step: the step's number, -1 from a rank that has none.
             local: path -> [columns, heads]; may be empty.
-            order: all module paths in the model's order.
 
         Returns:
-            path -> float64 [columns, heads], the same on every rank.
+            The newest step of any rank, and path -> float64 [columns, heads] of the modules that some rank
+            measured; the same on every rank.
         """
         heads = {path: matrix.shape[1] for path, matrix in local.items()}
         if self._renew or self._layout is None:
-            self._layout = self._agree(heads, order)
+            self._layout = self._agree(heads)
             self._renew = False
         layout = self._layout
         strangers = any(layout.get(path) != count for path, count in heads.items())
-        device = self._device(local)
-        parts = [torch.full((1,), float(strangers), dtype=torch.float64, device=device)]
+        device = self._device()
+        parts = [torch.tensor([strangers, step], dtype=torch.float64, device=device)]
         for path, count in layout.items():
             matrix = local.get(path)
             if matrix is None or matrix.shape[1] != count:
@@ -67,25 +68,26 @@ class RankMerger:
         dist.all_gather(gathered, packed, group=self._group)
         everything = torch.stack(gathered).cpu().numpy()
         self._renew = bool(everything[:, 0].any())
-        merged, offset = {}, 1
+        merged, offset = {}, 2
         for path, count in layout.items():
             size = self._packing.num_columns * count
             pieces = everything[:, offset : offset + size].reshape(-1, self._packing.num_columns, count)
             offset += size
-            merged[path] = self._packing.merge(pieces)
-        return merged
+            if pieces[:, : self._packing.num_sums].any():
+                merged[path] = self._packing.merge(pieces)
+        return int(everything[:, 1].max()), merged
 
-    def _agree(self, heads: dict[str, int], order: list[str]) -> dict[str, int]:
+    def _agree(self, heads: dict[str, int]) -> dict[str, int]:
         everyone: list[Any] = [None] * world_size(self._group)
         dist.all_gather_object(everyone, heads, group=self._group)
         known: dict[str, int] = {}
         for theirs in everyone:
             for path, count in theirs.items():
                 known[path] = max(count, known.get(path, 0))
-        place = {path: index for index, path in enumerate(order)}
-        return dict(sorted(known.items(), key=lambda item: (place.get(item[0], len(place)), item[0])))
+        # what was known stays: where layers are dropped at random, the layout soon is complete and settles
+        return dict(sorted({**(self._layout or {}), **known}.items()))
 
-    def _device(self, local: dict[str, Tensor]) -> torch.device:
+    def _device(self) -> torch.device:
         if "nccl" in str(dist.get_backend(self._group)):
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")

@@ -70,7 +70,7 @@ def test_help_imports_nothing_heavy():
         (["demo", "--text", "."], "cannot read --text .: Is a directory"),
         (
             ["demo", "--text", "short.txt"],
-            "--text short.txt has 5 bytes; --batch times --length asks for at least 2,048",
+            "--text short.txt has 5 bytes; --batch times --length asks for at least 1,024",
         ),
         (["demo", "--batch", "1000000"], "the built-in text has"),
         (["demo", "--logdir", "short.txt"], "cannot write to --logdir short.txt: short.txt is not a directory"),
@@ -127,7 +127,7 @@ def test_demo_finds_the_fault_in_its_layer_and_nowhere_else(tmp_path):
     assert found, done.stdout
     assert found[1].endswith(".1.attn")
     assert int(found[2]) <= 10
-    alerts = re.findall(r"^  (\w+) (\w+), (\S+), heads (.*), from step (\d+)$", done.stdout, re.M)
+    alerts = re.findall(r"^  (\w+) (\w+), (\S+), heads? (.*), from step (\d+)$", done.stdout, re.M)
     assert {module for severity, _, module, _, _ in alerts if severity != "info"} == {found[1]}
     assert ("low_temperature", found[1], "0, 1") in {(rule, module, heads) for _, rule, module, heads, _ in alerts}
     assert "AttnmonWarning" not in done.stderr

@@ -20,6 +20,7 @@ _EXACT_ELEMENTS = 1 << 22  # of [rows, Lk, E] differences at a time
 def selection_geometry(
     *,
     tokens: Tensor,
+    inverse_length: Tensor | None,
     tail: Tensor,
     e_top: Tensor,
     index: Tensor,
@@ -33,7 +34,8 @@ def selection_geometry(
     """N_s / N and d~ of each row.
 
     Args, float32 unless said:
-        tokens: x, [S, G, Lk, E]; G divides H (or is 1).
+        tokens: [S, G, Lk, E]; G divides H (or is 1).
+        inverse_length: [S, G, Lk]; x = inverse_length * tokens; None: x = tokens.
         tail: [S, H, R, Lk] e of keys beyond the K largest, 0 at those and at masked keys.
         e_top, index: [S, H, R, K] the K largest e and their keys (int64); the first N are the selection.
         weight, visible: visibility as float and bool, broadcastable to [S, H, R, Lk]; None = all.
@@ -55,11 +57,17 @@ def selection_geometry(
     if masked_search:
         bad_key = ~tokens.isfinite().all(-1)  # [S, G, Lk]
         tokens = tokens.nan_to_num(0.0, 0.0, 0.0)
+        if inverse_length is not None:
+            inverse_length = inverse_length.nan_to_num(0.0, 0.0, 0.0)
         bad_row = bad_key.repeat_interleave(num_h // groups, 1)[:, :, None]
         broken = (bad_row if visible is None else bad_row & visible).any(-1)
 
-    gathered = _gather(tokens, index, num_h // groups)  # [S, H, R, K, E]
-    weighted = gathered * e_top[..., None]
+    group = num_h // groups
+    factor = e_top
+    if inverse_length is not None:
+        lengths = inverse_length.repeat_interleave(group, 1)[:, :, None].expand(-1, -1, num_r, -1)
+        factor = factor * lengths.gather(-1, index)
+    weighted = _gather(tokens, index, group).mul_(factor[..., None])  # e x, [S, H, R, K, E]
     s = weighted[..., :top_n, :].sum(-2)
     s_square = s.square().sum(-1)
     from_s = weighted - s[..., None, :]
@@ -68,8 +76,15 @@ def selection_geometry(
 
     product = (s * -2.0).view(num_s, groups, -1, width) @ tokens.transpose(-1, -2)
     excess = product.view(num_s, num_h, num_r, length)
-    squares = tokens.square().sum(-1).repeat_interleave(num_h // groups, 1)[:, :, None]
-    excess = excess.addcmul_(tail, squares).mul_(tail)  # 0 at the K largest and at masked keys
+    if inverse_length is None:
+        squares = torch.linalg.vector_norm(tokens, dim=-1).square().repeat_interleave(group, 1)[:, :, None]
+        excess = excess.addcmul_(tail, squares)
+    elif masked_search or bool((inverse_length == 0).any()):  # zero vectors: |x|^2 is 0 and not 1
+        ones = (inverse_length > 0).to(tail.dtype).repeat_interleave(group, 1)[:, :, None]
+        excess = excess.mul_(lengths).addcmul_(tail, ones)
+    else:
+        excess = torch.addcmul(tail, excess, lengths)
+    excess = excess.mul_(tail)  # 0 at the K largest and at masked keys
 
     ranks = torch.arange(index.shape[-1], device=index.device)
     outside_near = ((ranks >= top_n) & (ranks < n[..., None])).expand_as(near)
@@ -97,7 +112,9 @@ def selection_geometry(
     if not masked_search:
         cancels = (n > top_n) & (radius + s_square < _CANCELS * s_square)
         if cancels.any():
-            _recompute(cancels, tokens, tail, index, visible, s, near, outside_near, inside, distance, top_n)
+            _recompute(
+                cancels, tokens, inverse_length, tail, index, visible, s, near, outside_near, inside, distance, top_n
+            )
     distance = torch.where(n > top_n, distance, 0.0).clamp(min=0.0)
     separability = torch.ones_like(inside) if top_n == 1 else inside / top_n
     if broken is not None:
@@ -107,12 +124,19 @@ def selection_geometry(
 
 
 def _gather(tokens: Tensor, index: Tensor, group: int) -> Tensor:
-    """x of the indexed keys: [S, H, R, K, E], the head's own group's."""
+    """Tokens of the indexed keys: [S, H, R, K, E], of the head's own group.
+
+    ``tokens`` may be a range of positions of a contiguous tensor; it is gathered from without a copy.
+    """
     num_s, groups, length, width = tokens.shape
-    flat = tokens.reshape(-1, width)
+    if tokens.stride(3) != 1 or any(tokens.stride(axis) % tokens.stride(2) for axis in (0, 1)):
+        tokens = tokens.contiguous()
+    by_sequence, by_group = tokens.stride(0) // tokens.stride(2), tokens.stride(1) // tokens.stride(2)
+    num_rows = (num_s - 1) * by_sequence + (groups - 1) * by_group + length
+    flat = tokens.as_strided((num_rows, width), (tokens.stride(2), 1))
     head_group = torch.arange(index.shape[1], device=index.device) // group
-    base = torch.arange(num_s, device=index.device)[:, None] * groups + head_group  # [S, H]
-    rows = base[:, :, None, None] * length + index
+    base = torch.arange(num_s, device=index.device)[:, None] * by_sequence + head_group * by_group  # [S, H]
+    rows = base[:, :, None, None] + index
     return flat.index_select(0, rows.flatten()).view(*index.shape, width)
 
 
@@ -127,6 +151,7 @@ def _least(excess: Tensor, index: Tensor, visible: Tensor | None) -> Tensor:
 def _recompute(
     rows: Tensor,
     tokens: Tensor,
+    inverse_length: Tensor | None,
     tail: Tensor,
     index: Tensor,
     visible: Tensor | None,
@@ -143,7 +168,10 @@ def _recompute(
     for chunk in rows.nonzero().split(block):
         at = chunk.unbind(-1)
         x = tokens[at[0], at[1] // group]  # [rows, Lk, E]
-        gaps = torch.linalg.vector_norm(x * tail[at][..., None] - s[at][:, None], dim=-1)
+        factor = tail[at]
+        if inverse_length is not None:
+            factor = factor * inverse_length[at[0], at[1] // group]
+        gaps = torch.linalg.vector_norm(x * factor[..., None] - s[at][:, None], dim=-1)
         outside = torch.ones_like(gaps, dtype=torch.bool)
         if visible is not None:
             outside = visible.expand_as(tail)[at].clone()

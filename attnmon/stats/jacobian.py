@@ -14,7 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_ITERATIONS = 8
+_FIRST_ITERATIONS = 3  # from the middle of the interval: to float32 accuracy on every row tried
+_MORE_ITERATIONS = 2  # from there
+_LEAST_GAP = 1e-12
 _TINY = 1e-37
 _MAX_SINK = 1e17  # of e_s; Lambda is 1 in float32 long before, and squares must not overflow
 
@@ -35,9 +37,11 @@ class SecularRoot:
         self._gap = gap[..., 1]
         self._sink = None if sink is None else sink.clamp(max=_MAX_SINK)
         # one pole that carries the first two moments; exact when the tail's weights are equal
-        self._tail_weight = tail_square / tail_sum.clamp(min=_TINY)
+        # (then rounding must not lift it past the second weight)
+        self._tail_weight = (tail_square / tail_sum.clamp(min=_TINY)).minimum(self._second)
         self._tail_residue = tail_sum
-        self.root = self._solve()
+        self._mu = gap[..., 1].clamp(min=_LEAST_GAP) * 0.5
+        self.root = self._solve(_FIRST_ITERATIONS)
 
     def refine(self, tail_value: Tensor, tail_slope: Tensor) -> Tensor:
         """Solve again with the tail's own value and slope at the present root.
@@ -49,19 +53,19 @@ class SecularRoot:
         # a / (Lambda - b) with this value and slope at the root
         distance = tail_value / tail_slope.clamp(min=_TINY)
         self._tail_residue = tail_value * distance
-        self._tail_weight = self.root - distance
-        self.root = self._solve()
+        self._tail_weight = (self.root - distance).minimum(self._second)
+        self.root = self._solve(_MORE_ITERATIONS)
         return self.root
 
-    def _solve(self) -> Tensor:
+    def _solve(self, iterations: int) -> Tensor:
         """Root as second + mu; fixed-point steps that keep the poles at 1 and at e_2 exact.
 
         The others are replaced by r + s / mu with their value and slope at the present point, which turns each
         step into a quadratic equation; convergence is quadratic and from one side (Bunch, Nielsen, Sorensen).
         """
-        gap = self._gap.clamp(min=1e-12)  # 1 - e_2; where it is 0 the answer below is e_2 itself
-        mu = gap * 0.5
-        for _ in range(_ITERATIONS):
+        gap = self._gap.clamp(min=_LEAST_GAP)  # 1 - e_2; where it is 0 the answer below is e_2 itself
+        mu = self._mu
+        for _ in range(iterations):
             # value = r + s / mu of each term e / (mu + below): s = e (mu / distance)^2, r = e below / distance^2
             distance = (self._below_second + mu[..., None]).clamp(min=_TINY)
             share = mu[..., None] / distance
@@ -87,4 +91,5 @@ class SecularRoot:
                 positive, (b + root) / (2.0 * r).clamp(min=_TINY), 2.0 * s * gap / (root - b).clamp(min=_TINY)
             )
             mu = mu.clamp(min=0.0).minimum(gap)
+        self._mu = mu
         return torch.where(self._gap > 0, self._second + mu, self._second)

@@ -150,7 +150,7 @@ def _dense_row_counts(
             logits = call.logits[sequences, 0, first : first + block]
             visible: Tensor | None = ~(logits <= logit_threshold(call.logits.dtype))
         else:
-            visible, _ = visible_keys(call, sequences, positions, slice(0, 1), num_keys)
+            visible, _ = visible_keys(call, sequences, positions, slice(0, 1), slice(0, num_keys))
             assert visible is not None
             visible = visible[:, 0].expand(wanted, positions.shape[1], num_keys)
         assert visible is not None

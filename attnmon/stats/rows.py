@@ -22,8 +22,9 @@ from attnmon.stats.selection import largest
 HIDDEN = -1e30
 """Logit of a masked key: finite, so that 0 * HIDDEN is 0 and not NaN."""
 
-_MIN_CANDIDATES = 5  # enough for the eigenvalue to settle, whatever N is
+_EIGENVALUE_CANDIDATES = 5  # largest weights that enter the eigenvalue exactly; enough for it to settle
 EXPM1_LIMIT = 1.0  # of eps / tau, which bounds |a|; far beyond, 1 + expm1(a) and its squares lose digits
+_LEAST_EXPONENT = {torch.float32: -36.0, torch.float64: -300.0}
 _MAX_SINK_LEAD = 80.0  # of a sink's logit over the largest key's; exp of more overflows, all weights are ~0
 
 
@@ -66,11 +67,12 @@ class RowInputs:
         tau: temperature relative to 1/sqrt(D).
         softcap: c, or None.
         sinks: float32 [H] or None.
-        tokens: x, float32 [S, Hkv or 1, Lk, E], or None.
+        tokens: float32 [S, Hkv or 1, Lk, E], or None.
+        inverse_length: float32 [S, Hkv or 1, Lk], what tokens are multiplied by to give x; None for 1.
         perturbation: a = eps v / tau, float32 [S, 1 or H, R, Lk], 0 at masked keys, or expm1 of it; or None.
         perturbation_is_expm1: which of the two; expm1 wherever eps / tau is at most ``EXPM1_LIMIT``.
         fd_epsilon: eps.
-        first_key: int64 [S, R], or None for 0.
+        first_key: int64 [S, R], perhaps out of range (then no row sees it), or None for 0.
         top_n: N.
         robust: see ``streaming``.
     """
@@ -81,6 +83,7 @@ class RowInputs:
     softcap: float | None
     sinks: Tensor | None
     tokens: Tensor | None
+    inverse_length: Tensor | None
     perturbation: Tensor | None
     perturbation_is_expm1: bool
     fd_epsilon: float
@@ -111,23 +114,26 @@ def row_metrics(inputs: RowInputs, wanted: Collection[str]) -> RowOutputs:
     values["max_logit"] = largest_logit
     d = z.sub_(largest_logit[..., None])  # <= 0; masked keys hugely negative
     seen = d if weight is None else d * weight
-    mean = seen.sum(-1) / n
+    mean = seen.sum(-1) / n.clamp(min=1.0)
     finite = largest_logit.isfinite() & mean.isfinite()
     centred = seen - mean[..., None] if weight is None else torch.addcmul(seen, mean[..., None], weight, value=-1)
-    values["logit_std"] = (_dot(centred, centred) / n).sqrt()
+    values["logit_std"] = (_square_sum(centred) / n.clamp(min=1.0)).sqrt()
     del seen, centred
 
-    count_top = min(num_keys, max(inputs.top_n + 1, _MIN_CANDIDATES))
+    count_top = min(num_keys, max(inputs.top_n + 1, _EIGENVALUE_CANDIDATES))
     d_top, index = largest(d, count_top, min(inputs.top_n, count_top), HIDDEN / 2)
-    e = torch.exp(d)
+    e = _exp(d)
+    if weight is not None:
+        e *= weight
     e_top = e.gather(-1, index)
     tail = e.scatter_(-1, index, 0.0)  # the rest; also 0 at masked keys
     tail_sum = tail.sum(-1)
-    tail_square = _dot(tail, tail)
+    tail_square = _square_sum(tail)
 
     # outcomes besides the largest key: the other keys and the sink
     lead = sink = None
     others = e_top[..., 1:].sum(-1) + tail_sum
+    key_total = 1.0 + others
     if inputs.sinks is not None:
         lead = (inputs.sinks[:, None] - largest_logit).clamp(-1e4, _MAX_SINK_LEAD)
         sink = torch.exp(lead)
@@ -142,28 +148,16 @@ def row_metrics(inputs: RowInputs, wanted: Collection[str]) -> RowOutputs:
     log_total = torch.log1p(others)
     if sink is not None and lead is not None:
         values["sink_mass"] = sink / total
-        lead_over_keys = lead.clamp(min=0.0)
-        log_total = torch.where(
-            lead > 0, torch.log1p((1.0 + others - sink).clamp(min=0.0) / sink), torch.log1p(others)
-        )
+        log_total = torch.where(lead > 0, torch.log1p(key_total / sink), log_total)
         # in units of the top outcome: d -> d - lead for keys, 0 for the sink when it leads
-        key_weight = 1.0 + others - sink
-        spread = spread - lead_over_keys * key_weight + torch.where(lead > 0, 0.0, sink * lead)
+        spread = spread - lead.clamp(min=0.0) * key_total + torch.where(lead > 0, 0.0, sink * lead)
     entropy = log_total - spread / total
     values["entropy"] = entropy
     outcomes = n + 1.0 if sink is not None else n
     values["entropy_norm"] = entropy / torch.log(outcomes).clamp(min=1e-12)
 
     if "jacobian" in wanted or "jacobian_max" in wanted:
-        gaps = -torch.expm1(d_top)
-        second = (e_top, gaps) if num_keys > 1 else (_pad(e_top, 0.0), _pad(gaps, 1.0))
-        solver = SecularRoot(*second, tail_sum, tail_square, sink)
-        distance = (solver.root[..., None] - tail).clamp_(min=1e-30)
-        ratio = torch.div(tail, distance)
-        slope = _dot(ratio, ratio)  # sum e / (root - e)^2 = (sum r + sum r^2) / root, r = e / (root - e)
-        ratio_sum = ratio.sum(-1)
-        del distance, ratio
-        root = solver.refine(ratio_sum, (ratio_sum + slope) / solver.root.clamp(min=1e-30))
+        root = _eigenvalue(e_top, d_top, tail, tail_sum, tail_square, sink)
         values["jacobian"] = root / total / inputs.tau
         values["jacobian_max"] = values["jacobian"]
     if inputs.perturbation is not None:
@@ -173,6 +167,7 @@ def row_metrics(inputs: RowInputs, wanted: Collection[str]) -> RowOutputs:
     if inputs.tokens is not None:
         values["separability"], values["distance"] = selection_geometry(
             tokens=inputs.tokens,
+            inverse_length=inputs.inverse_length,
             tail=tail,
             e_top=e_top,
             index=index,
@@ -184,6 +179,25 @@ def row_metrics(inputs: RowInputs, wanted: Collection[str]) -> RowOutputs:
             masked_search=inputs.robust,
         )
     return RowOutputs({name: values[name] for name in values if name in wanted or name == "logit_std"}, finite, n)
+
+
+def _eigenvalue(
+    e_top: Tensor, d_top: Tensor, tail: Tensor, tail_sum: Tensor, tail_square: Tensor, sink: Tensor | None
+) -> Tensor:
+    """Z lambda_max of each row: solved with the few largest weights, then once more with all others' true sums."""
+    few = min(e_top.shape[-1], _EIGENVALUE_CANDIDATES)
+    top, gaps, rest = e_top[..., :few], -torch.expm1(d_top[..., :few]), e_top[..., few:]
+    if few == 1:
+        top, gaps = torch.nn.functional.pad(top, (0, 1)), torch.nn.functional.pad(gaps, (0, 1), value=1.0)
+    solver = SecularRoot(top, gaps, tail_sum + rest.sum(-1), tail_square + _square_sum(rest), sink)
+    # just above every other weight, should the root sit on one or all be 0
+    above = (solver.root * (1.0 + torch.finfo(tail.dtype).eps) + 1e-30)[..., None]
+    ratio = tail / (above - tail)
+    ratio_rest = rest / (above - rest)
+    total = ratio.sum(-1) + ratio_rest.sum(-1)
+    # sum e / (root - e)^2 = (sum r + sum r^2) / root with r = e / (root - e)
+    slope = (total + _square_sum(ratio) + _square_sum(ratio_rest)) / above[..., 0]
+    return solver.refine(total, slope)
 
 
 def _final_logits(inputs: RowInputs, values: dict[str, Tensor]) -> Tensor:
@@ -211,8 +225,10 @@ def _first_mass(inputs: RowInputs, tail: Tensor, e_top: Tensor, index: Tensor) -
         return tail[..., 0] + (e_top * among).sum(-1)
     first = inputs.first_key[:, None, :, None]
     among = (index == first).to(e_top.dtype)
-    in_tail = tail.gather(-1, first.expand(-1, tail.shape[1], -1, -1))[..., 0]
-    return in_tail + (e_top * among).sum(-1)
+    # a key outside the block's range is seen by none of its rows
+    at = first.clamp(0, tail.shape[-1] - 1)
+    in_tail = tail.gather(-1, at.expand(-1, tail.shape[1], -1, -1)) * (at == first)
+    return in_tail[..., 0] + (e_top * among).sum(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +268,7 @@ def _small_step(x: Tensor, weights: _Weights) -> Tensor:
     shift = shift / total
     # the rest: sum e^2 (y - E)^2, expanded around y - E = x - (x_t + E)
     origin = x_largest + shift
-    rest = _dot(tail_x, tail_x) - 2.0 * origin * square_x + origin * origin * weights.tail_square
+    rest = _square_sum(tail_x) - 2.0 * origin * square_x + origin * origin * weights.tail_square
     moved = (weights.e_top * (y_top - shift[..., None])).square().sum(-1) + rest.clamp(min=0.0)
     return moved.sqrt() / (total * (1.0 + origin))
 
@@ -281,12 +297,17 @@ def _large_step(a: Tensor, weights: _Weights) -> Tensor:
     return torch.linalg.vector_norm(difference, dim=-1)
 
 
-def _pad(tensor: Tensor, value: float) -> Tensor:
-    return torch.nn.functional.pad(tensor, (0, 1), value=value)
+def _exp(d: Tensor) -> Tensor:
+    """exp(d), d <= 0, but never so small that it or its products underflow: those are many times slower.
+
+    In float32 that keeps 15 digits below the largest weight, far more than its sums can hold.
+    """
+    return torch.exp(d.clamp(min=_LEAST_EXPONENT[d.dtype]))
 
 
 def _dot(left: Tensor, right: Tensor) -> Tensor:
-    """Row-wise dot product along the last axis; a batched matrix product beats multiply-and-sum."""
-    length = left.shape[-1]
-    product = torch.bmm(left.reshape(-1, 1, length), right.expand_as(left).reshape(-1, length, 1))
-    return product.view(left.shape[:-1])
+    return (left * right).sum(-1)
+
+
+def _square_sum(tensor: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(tensor, dim=-1).square()

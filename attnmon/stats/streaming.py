@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ from attnmon.types import AttentionCall
 
 _BLOCK_CPU = 1 << 19  # logits per block: a few such blocks fit a core's second-level cache
 _BLOCK_OTHER = 1 << 24
+_ROW_RANGES = 4  # under a causal mask, four ranges of rows with a key range each save 3/8 of the logits
+_KEYS_WORTH_SPLITTING = 256
+_KEY_ALIGNMENT = 16
 
 
 @torch.no_grad()
@@ -64,11 +68,16 @@ def measure(
 
 @dataclass(frozen=True)
 class _Block:
-    """A box of rows: sampled sequences x query heads x sampled positions (all half-open ranges)."""
+    """A box of rows: sampled sequences x query heads x sampled positions, and the keys any of them can see."""
 
     sequences: slice
     heads: slice
     rows: slice
+    keys: slice
+
+    @property
+    def num_keys(self) -> int:
+        return int(self.keys.stop - self.keys.start)
 
     @property
     def key(self) -> tuple[int, int, int, int]:
@@ -92,43 +101,77 @@ class _Reducer:
         tokens = call.hidden if settings.tokens == "hidden" else call.value
         self.with_geometry = tokens is not None and any(METRICS[name].needs == "value" for name in wanted)
         self.with_fd = "jacobian_fd" in wanted
+        self._boxes: dict[str, tuple[Any, Any]] = {}
         self.dtype = torch.float32 if plan.positions.device.type == "mps" else torch.float64
 
     def blocks(self) -> Iterator[_Block]:
-        """Whole rows, as many as the budget allows; one kv head's group is never split from its keys twice."""
-        sequences, rows = self.plan.positions.shape
+        """Whole rows, as many as the budget allows; a box of keys and values is read once for all its rows."""
+        sequences, all_rows = self.plan.positions.shape
         groups = self.call.num_heads // self.group
-        budget = max(1, (_BLOCK_CPU if self.on_cpu else _BLOCK_OTHER) // self.num_keys)  # in rows
-        step_rows = min(rows, max(1, budget // self.group))
-        step_groups = min(groups, max(1, budget // (self.group * step_rows)))
-        step_sequences = 1
-        if step_groups == groups and step_rows == rows:
-            step_sequences = min(sequences, max(1, budget // (self.group * step_rows * step_groups)))
+        elements = _BLOCK_CPU if self.on_cpu else _BLOCK_OTHER
+        ranges = self._row_ranges(all_rows)
+        most_rows = max(last - first for first, last in ranges)
+        # logits of the largest range of rows; keys are read once or twice, logits some thirty times
+        per_group = self.num_keys * max(self.group * most_rows, self.call.head_dim // 4)
+        step_groups = min(groups, max(1, elements // per_group))
+        step_sequences = min(sequences, max(1, elements // (per_group * groups))) if step_groups == groups else 1
         for s in range(0, sequences, step_sequences):
             for g in range(0, groups, step_groups):
-                for r in range(0, rows, step_rows):
-                    heads = slice(g * self.group, min(g + step_groups, groups) * self.group)
-                    yield _Block(
-                        slice(s, min(s + step_sequences, sequences)), heads, slice(r, min(r + step_rows, rows))
-                    )
+                box = slice(s, min(s + step_sequences, sequences))
+                heads = slice(g * self.group, min(g + step_groups, groups) * self.group)
+                for first, last in ranges:
+                    keys = self._keys_of(first, last)
+                    step_rows = max(1, elements // ((keys.stop - keys.start) * self.group * step_groups * step_sequences))
+                    for r in range(first, last, step_rows):
+                        stop = min(r + step_rows, last)
+                        yield _Block(box, heads, slice(r, stop), keys if step_rows >= last - first else self._keys_of(r, stop))
+
+    def _row_ranges(self, rows: int) -> list[tuple[int, int]]:
+        """Rows of few visible keys apart from those of many, where the host knows positions without waiting."""
+        limited = self.call.is_causal or self.call.window is not None
+        if not (self.on_cpu and limited and self.call.logits is None) or self.num_keys < _KEYS_WORTH_SPLITTING:
+            return [(0, rows)]
+        step = max(1, -(-rows // _ROW_RANGES))
+        return [(first, min(first + step, rows)) for first in range(0, rows, step)]
+
+    def _keys_of(self, first: int, last: int) -> slice:
+        """Keys that rows first ... last - 1 of any sequence can see at most."""
+        low, high = 0, self.num_keys
+        if self.on_cpu and self.call.logits is None:
+            positions = self.plan.positions[:, first:last] + self.call.causal_offset
+            left, right = self.call.window or (None, None)
+            if self.call.is_causal:
+                right = 0 if right is None else min(right, 0)
+            if right is not None:
+                high = min(high, int(positions.max()) + right + 1)
+            if left is not None:
+                low = max(low, int(positions.min()) - left)
+        # whole chunks, and never empty
+        low = min(max(low, 0), self.num_keys - 1) // _KEY_ALIGNMENT * _KEY_ALIGNMENT
+        high = -(-max(high, low + 1) // _KEY_ALIGNMENT) * _KEY_ALIGNMENT
+        return slice(low, min(high, self.num_keys))
 
     # -- what a block reads -------------------------------------------------------------------------------
 
     def _of_sequences(self, tensor: Tensor, block: _Block) -> Tensor:
         return tensor[self.plan.sequences][block.sequences]
 
+    @property
+    def _mask_differs_by_head(self) -> bool:
+        mask = self.call.attn_mask
+        return mask is not None and mask.shape[1] > 1
+
     def _visible(self, block: _Block, positions: Tensor) -> Visible | None:
         """Which keys the block's rows see; computed once for all layers that share the plan."""
-        mask = self.call.attn_mask
-        per_head = mask is not None and mask.shape[1] > 1
+        per_head = self._mask_differs_by_head
         key = ("visible", *block.key)
         if per_head or key not in self.plan.shared:
             span = self.plan.sequences
             first = span.start + block.sequences.start * span.step
             count = block.sequences.stop - block.sequences.start
             chosen = slice(first, first + (count - 1) * span.step + 1, span.step)
-            visible, bias = visible_keys(self.call, chosen, positions, block.heads, self.num_keys)
-            found = None if visible is None and bias is None else Visible.of(visible, bias, self.num_keys, self.compute)
+            visible, bias = visible_keys(self.call, chosen, positions, block.heads, block.keys)
+            found = None if visible is None and bias is None else Visible.of(visible, bias, block.num_keys, self.compute)
             if per_head:
                 return found
             self.plan.shared[key] = found
@@ -146,52 +189,66 @@ class _Reducer:
         assert call.query is not None and call.key is not None
         query = self._of_sequences(call.query, block)[:, block.heads]
         query = query.gather(2, index.expand(-1, query.shape[1], -1, query.shape[3])).to(self.compute) * call.scale
-        keys = _contiguous(self._of_sequences(call.key, block)[:, self._groups(block)], self.compute)
+        keys = self._box("key", call.key, block)[:, :, block.keys]
         num_s, num_g, _, dim = keys.shape
         num_rows = positions.shape[1]
         product = query.view(num_s, num_g, self.group * num_rows, dim) @ keys.transpose(-1, -2)
-        return product.view(num_s, num_g * self.group, num_rows, self.num_keys)
+        return product.view(num_s, num_g * self.group, num_rows, block.num_keys)
 
     def _groups(self, block: _Block) -> slice:
         return slice(block.heads.start // self.group, block.heads.stop // self.group)
 
-    def _tokens(self, block: _Block) -> Tensor | None:
-        """x: [S, Hkv or 1, Lk, E] float32, unit length unless raw."""
+    def _box(self, name: str, tensor: Tensor, block: _Block) -> Tensor:
+        """A box of keys or values, all positions, contiguous in the arithmetic's dtype; kept for its other rows."""
+        key = (name, block.sequences.start, block.heads.start)
+        if self._boxes.get(name, (None, None))[0] != key:
+            part = self._of_sequences(tensor, block)
+            self._boxes[name] = (key, _contiguous(part[:, self._groups(block)], self.compute))
+        box: Tensor = self._boxes[name][1]
+        return box
+
+    def _tokens(self, block: _Block) -> tuple[Tensor, Tensor | None] | tuple[None, None]:
+        """Vectors [S, Hkv or 1, K, E] and, where x is of unit length, 1 / length [S, Hkv or 1, K]."""
         if not self.with_geometry:
-            return None
+            return None, None
         if self.settings.tokens == "hidden":
             assert self.call.hidden is not None
-            tokens = _contiguous(self._of_sequences(self.call.hidden, block), self.compute)[:, None]
+            name, vectors = "hidden", _contiguous(self._of_sequences(self.call.hidden, block), self.compute)[:, None]
         else:
             assert self.call.value is not None
-            tokens = _contiguous(self._of_sequences(self.call.value, block)[:, self._groups(block)], self.compute)
+            name, vectors = "value", self._box("value", self.call.value, block)
         if self.settings.tokens == "value_raw":
-            return tokens
-        length = torch.linalg.vector_norm(tokens, dim=-1, keepdim=True)
-        return tokens / length.clamp(min=torch.finfo(torch.float32).tiny)
+            return vectors[:, :, block.keys], None
+        key = (name, block.sequences.start, block.heads.start)
+        if self._boxes.get("length", (None, None))[0] != key:
+            length = torch.linalg.vector_norm(vectors, dim=-1)
+            # a zero vector stays zero
+            self._boxes["length"] = (key, torch.where(length > 0, 1.0 / length, 0.0))
+        return vectors[:, :, block.keys], self._boxes["length"][1][:, :, block.keys]
 
     def _perturbation(self, block: _Block, positions: Tensor, visible: Visible | None) -> Tensor:
         """a = eps v / tau, or expm1(a): [S, 1 or H, R, Lk] float32, v of unit length over the visible keys."""
         shared = self.plan.shared
         key = ("perturbation", self.call.tau, self.settings.fd_epsilon, *block.key)
-        if key in shared:
+        sharable = self.call.logits is None and not self._mask_differs_by_head
+        if sharable and key in shared:
             return shared[key]  # type: ignore[no-any-return]
         first: Tensor | int = 0
         if self.plan.first_key is not None:
             first = self.plan.first_key[block.sequences, block.rows]
-        start = (direction_start(positions - first) - first) % TABLE_SIZE
+        start = (direction_start(positions - first) - first + block.keys.start) % TABLE_SIZE
         table = direction_table(positions.device)
         # a row's direction is a window of the (repeated) table: gathered as rows of an overlapping view
-        repeats = 1 + (self.num_keys + TABLE_SIZE - 1) // TABLE_SIZE
-        windows = table.repeat(repeats).as_strided((TABLE_SIZE, self.num_keys), (1, 1))
-        direction = windows[start.flatten()].view(start.shape[0], 1, start.shape[1], self.num_keys).to(self.compute)
+        repeats = 1 + (block.num_keys + TABLE_SIZE - 1) // TABLE_SIZE
+        windows = table.repeat(repeats).as_strided((TABLE_SIZE, block.num_keys), (1, 1))
+        direction = windows[start.flatten()].view(start.shape[0], 1, start.shape[1], block.num_keys).to(self.compute)
         seen = direction if visible is None or visible.weight is None else direction * visible.weight
         norm = torch.linalg.vector_norm(seen, dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
         step = self.settings.fd_epsilon / self.call.tau
         change = seen * (step / norm)
         if step <= EXPM1_LIMIT:
             change = torch.expm1(change)
-        if change.shape[1] == 1:
+        if sharable:
             shared[key] = change
         return change
 
@@ -211,17 +268,23 @@ class _Reducer:
         else:
             visible = self._visible(block, positions)
         first_key = self.plan.first_key
+        if first_key is not None:
+            first_key = first_key[block.sequences, block.rows] - block.keys.start
+        elif block.keys.start:
+            first_key = torch.full_like(positions, -block.keys.start)
+        tokens, unit = self._tokens(block)
         inputs = RowInputs(
             z=z,
             visible=visible,
             tau=self.call.tau,
             softcap=self.call.softcap if self.call.logits is None else None,
             sinks=None if self.call.sinks is None else self.call.sinks[block.heads].to(self.compute),
-            tokens=self._tokens(block),
+            tokens=tokens,
+            inverse_length=unit,
             perturbation=self._perturbation(block, positions, visible) if self.with_fd else None,
             perturbation_is_expm1=self.settings.fd_epsilon / self.call.tau <= EXPM1_LIMIT,
             fd_epsilon=self.settings.fd_epsilon,
-            first_key=None if first_key is None else first_key[block.sequences, block.rows],
+            first_key=first_key,
             top_n=self.settings.top_n,
             robust=robust or not self.on_cpu,
         )

@@ -36,7 +36,7 @@ def key_valid(call: AttentionCall, sequences: slice) -> Tensor | None:
 
 
 def visible_keys(
-    call: AttentionCall, sequences: slice, positions: Tensor, heads: slice, num_keys: int
+    call: AttentionCall, sequences: slice, positions: Tensor, heads: slice, keys: slice
 ) -> tuple[Tensor | None, Tensor | None]:
     """Visibility and bias of sampled rows.
 
@@ -44,10 +44,10 @@ def visible_keys(
         sequences: which sequences of the call; S of them.
         positions: [S, R] int64 query positions.
         heads: which query heads (only masks that differ by head care).
-        num_keys: Lk.
+        keys: which keys; K of them, a range of 0 ... Lk.
 
     Returns:
-        visible: bool, broadcastable to [S, heads, R, Lk]; None if every key is visible.
+        visible: bool, broadcastable to [S, heads, R, K]; None if every key is visible.
         bias: float32, likewise; None if there is none. Finite wherever visible is True, unless the model's
             own bias is not.
     """
@@ -63,8 +63,7 @@ def visible_keys(
         bias = other if bias is None else bias + other
 
     if call.is_causal or call.window is not None:
-        keys = torch.arange(num_keys, device=positions.device)
-        ahead = keys - (positions + call.causal_offset)[:, None, :, None]  # [S, 1, R, Lk]
+        ahead = torch.arange(keys.start, keys.stop, device=positions.device) - (positions + call.causal_offset)[:, None, :, None]  # [S, 1, R, K]
         if call.is_causal:
             hide(ahead <= 0)
         if call.window is not None:
@@ -74,13 +73,13 @@ def visible_keys(
             if right is not None:
                 hide(ahead <= right)
     if call.cu_seqlens is not None:
-        keys = torch.arange(num_keys, device=positions.device)
+        index = torch.arange(keys.start, keys.stop, device=positions.device)
         document = documents(call.cu_seqlens, positions)
-        hide(documents(call.cu_seqlens, keys) == document[:, None, :, None])
-        hide(((keys >= call.cu_seqlens[0]) & (keys < call.cu_seqlens[-1]))[None, None, None])  # the rest is padding
+        hide(documents(call.cu_seqlens, index) == document[:, None, :, None])
+        hide(((index >= call.cu_seqlens[0]) & (index < call.cu_seqlens[-1]))[None, None, None])  # the rest is padding
     padding = call.key_padding_mask
     if padding is not None:
-        padding = padding[sequences][:, None, None]
+        padding = padding[sequences][:, None, None, keys]
         if padding.dtype == torch.bool:
             hide(~padding)
         else:
@@ -92,6 +91,7 @@ def visible_keys(
             mask = mask[sequences]
         if mask.shape[1] > 1:
             mask = mask[:, heads]
+        mask = mask[..., keys]
         if mask.shape[2] > 1:
             index = positions[:, None, :, None]
             if mask.shape[0] == 1 and positions.shape[0] > 1:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from attnmon.errors import AttnmonWarning, MissingExtra
 from attnmon.types import Alert, Snapshot
 from attnmon.writers._describe import snapshot_scalars
 from attnmon.writers._markdown import alerts_table
 from attnmon.writers.base import Writer
-from attnmon.writers.heatmap import render_heads
+from attnmon.writers.heatmap import render_heads, require_pillow
 
 
 class LoggerWriter(Writer):
@@ -18,20 +20,27 @@ class LoggerWriter(Writer):
     Args:
         logger: has ``log_metrics(metrics, step)``, perhaps ``log_image(key, images, step)`` and
             ``log_text(key, columns, data, step)``, as Lightning's loggers do. It is never closed here.
-        images_every: one set of pictures for so many snapshots.
+        images_every: one set of pictures for so many snapshots. Without Pillow there are none, which is warned of.
     """
 
     def __init__(self, logger: Any, *, images_every: int = 10) -> None:
         self._logger = logger
+        self._log_image: Any = getattr(logger, "log_image", None)
+        if callable(self._log_image):
+            try:
+                require_pillow()
+            except MissingExtra as error:
+                self._log_image = None
+                warnings.warn(f"attnmon: pictures are left out: {error}", AttnmonWarning, stacklevel=2)
         self._images_every = images_every
         self._num_snapshots = 0
 
     def write_snapshot(self, snapshot: Snapshot) -> None:
         self._logger.log_metrics(snapshot_scalars(snapshot), step=snapshot.step)
-        log_image = getattr(self._logger, "log_image", None)
-        if callable(log_image) and self._num_snapshots % self._images_every == 0:
+        if callable(self._log_image) and self._num_snapshots % self._images_every == 0:
             for metric in snapshot.metrics:
-                log_image(key=f"attnmon/heads/{metric}", images=[render_heads(snapshot, metric)], step=snapshot.step)
+                picture = render_heads(snapshot, metric)
+                self._log_image(key=f"attnmon/heads/{metric}", images=[picture], step=snapshot.step)
         self._num_snapshots += 1
 
     def write_alerts(self, alerts: Sequence[Alert]) -> None:
