@@ -14,7 +14,7 @@ from attnmon.capture.coverage import Site
 from attnmon.errors import AttnmonError
 from attnmon.stats.api import measure, resolve_backend
 from attnmon.stats.packing import Packing
-from attnmon.stats.plan import Plan, make_plan
+from attnmon.stats.plan import Plan, choose_sequences, make_plan
 from attnmon.stats.settings import Settings
 from attnmon.types import AttentionCall
 
@@ -79,12 +79,14 @@ class Accumulator:
         with torch.no_grad():
             self._add(site, call, self._plan(site, call))
 
+    def choose(self, site: Site, batch: int) -> slice:
+        """The sequences that a call's plan samples."""
+        return choose_sequences(batch, self.settings, self._draw(site))
+
     def sample(self, site: Site, call: AttentionCall) -> _Sampled:
         """Copy the sampled rows of an eager softmax's logits; the L x L tensor itself is let go."""
         assert call.logits is not None
         with torch.no_grad():
-            call = _split_heads(call, site)
-            assert call.logits is not None
             plan = make_plan(call, self.settings, self._draw(site))
             index = plan.positions[:, None, :, None]
             chosen = call.logits[plan.sequences]
@@ -154,14 +156,6 @@ def _identity(tensor: Tensor | None) -> Any:
     if tensor is None:
         return None
     return (tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride(), tensor.dtype)
-
-
-def _split_heads(call: AttentionCall, site: Site) -> AttentionCall:
-    logits = call.logits
-    assert logits is not None
-    if logits.dim() == 4:
-        return call
-    raise AttnmonError(f"logits of shape {list(logits.shape)} do not say how many heads {site.path!r} has")
 
 
 def _as_values(value: Tensor, logits: Tensor) -> Tensor | None:

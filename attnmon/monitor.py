@@ -82,7 +82,9 @@ class Monitor:
         self._settings = settings
         self._rules = RuleSet(rules)
         self._accumulator = Accumulator(settings, backend, self._call_fault)
-        self._recorder = Recorder(model, self._accumulator, include=include, exclude=exclude)
+        self._recorder = Recorder(
+            model, self._accumulator, include=include, exclude=exclude, with_hidden=tokens == "hidden"
+        )
         self._writer = FanOut(all_writers, on_error=on_error)
         self._written_step: int | None = None
         self._group = process_group
@@ -165,7 +167,7 @@ class Monitor:
 
     def _finish(self, step: int, collective: bool) -> None:
         calls = self._accumulator.calls
-        self._recorder.end_step(calls > 0)
+        self._recorder.end_step(calls)
         matrices = self._accumulator.take()
         ranks = world_size(self._group)
         self._collect(wait=ranks > 1)
@@ -295,7 +297,7 @@ class Monitor:
         elif self._snapshot is None and self._pending.held() is not None:
             self._warn_once("nothing was published: with several ranks, every rank has to call monitor.flush()")
         self._closed = True
-        self._guard(self._recorder.stop)
+        self._guard(self._recorder.close)
         if self._writes_here():
             last = self._snapshot
             if last is not None and last.step != self._written_step:

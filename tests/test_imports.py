@@ -15,6 +15,7 @@ LEVELS = {
     "errors": 0,
     "types": 0,
     "metrics": 0,
+    "calls": 0,
     "stats": 1,
     "capture": 1,
     "rules": 1,
@@ -37,7 +38,7 @@ OPTIONAL = {
     "pytorch_lightning": {"attnmon.lightning", "attnmon.demo"},
     "tensorboard": {"attnmon.writers.tensorboard"},
     "PIL": {"attnmon.writers.heatmap"},
-    "transformers": {"attnmon.huggingface", "attnmon.demo"},
+    "transformers": {"attnmon.huggingface", "attnmon.demo", "attnmon.capture.registry"},
     "triton": {"attnmon.stats.triton_kernel"},
 }
 CORE = {"torch", "numpy", "attnmon"}

@@ -5,12 +5,12 @@ Two gloo processes are kept for the tests of a plain loop; whatever hangs fails 
 
 import contextlib
 import datetime
+import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import textwrap
 import traceback
 import warnings
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import attnmon
 from attnmon import AttnmonError, AttnmonWarning
-from tests.test_monitor import EVERY_ROW, HEADS, LENGTH, WIDTH, Keeper, Model, assert_close, attnmon_of, inputs
+from tests.test_monitor import EVERY_ROW, HEADS, LENGTH, Keeper, Model, assert_close, attnmon_of, inputs
 
 ROOT = Path(__file__).resolve().parents[1]
 COLLECTIVE_LIMIT, ANSWER_LIMIT = 30, 90  # seconds
@@ -184,7 +184,7 @@ def layers_per_rank(rank, schedule):
 def test_ranks_that_see_different_modules_go_on_together(pair):
     schedule = [
         ([0], [0, 1]),
-        ([0, 2], [0]),  # layer 2 is new: this step lacks it, the next one agrees anew
+        ([0, 2], [0]),  # layer 2 is new to both
         ([2], [0]),
         ([], [1]),
         ([0, 1, 2], [0, 1, 2]),
@@ -192,7 +192,7 @@ def test_ranks_that_see_different_modules_go_on_together(pair):
     first, second = pair(layers_per_rank, schedule)
     assert first == second == [
         {"layers.0": 5, "layers.1": 3},
-        {"layers.0": 5},
+        {"layers.0": 5, "layers.2": 2},
         {"layers.0": 3, "layers.2": 2},
         {"layers.1": 3},
         {"layers.0": 5, "layers.1": 5, "layers.2": 5},
@@ -221,7 +221,7 @@ def test_the_layout_settles(pair):
 
 
 def faulty_rank(rank, collective):
-    model, told = new_model(), []
+    model = new_model()
     real = attnmon.accumulator.measure
 
     def broken(*args):
@@ -320,11 +320,9 @@ def test_rank_0_alone_writes_even_when_the_group_is_gone(pair, tmp_path):
 
 
 def never_flushed(rank):
-    keeper = Keeper()
-    monitor = attnmon.watch(new_model(), writers=[keeper], **EVERY_ROW)
-    monitor_model = new_model()
-    monitor = attnmon.watch(monitor_model, writers=[keeper], **EVERY_ROW)
-    step_over(monitor, monitor_model, share(rank, (2, 3)))
+    model, keeper = new_model(), Keeper()
+    monitor = attnmon.watch(model, writers=[keeper], **EVERY_ROW)
+    step_over(monitor, model, share(rank, (2, 3)))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         monitor.close()
@@ -379,22 +377,19 @@ def refuse(rank):
 
 # -- Lightning ------------------------------------------------------------------------------------------------
 
-SCRIPT = """
-import importlib, json, sys
-import torch
-from attnmon import Ceiling
-from attnmon.lightning import AttentionMonitor
-from tests.test_lightning import Keeper, loader, module_of, trainer_of
 
-def main(package, root, devices, accumulate):
+def lightning_fit(package, root, devices, accumulate):
+    """Four batches of four sequences, divided among the ranks."""
+    from attnmon.lightning import AttentionMonitor
+    from tests.test_lightning import Keeper, loader, module_of, trainer_of
+
     torch.set_num_threads(1)
     lightning = importlib.import_module(package)
-    keeper = Keeper()
+    keeper, seen = Keeper(), []
     callback = AttentionMonitor(
         rows=None, sequences=None, top_n=4, on_error="raise", writers=[keeper],
-        rules=[Ceiling(warning=1e-3, critical=1e6, patience=2, start_steps=1)],
-    )
-    seen = []
+        rules=[attnmon.Ceiling(warning=1e-3, critical=1e6, patience=2, start_steps=1)],
+    )  # fmt: skip
 
     class Watch(lightning.Callback):
         def on_train_batch_end(self, *args):
@@ -404,29 +399,35 @@ def main(package, root, devices, accumulate):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.0)  # the same weights at every step, however gradients round
 
+    def training_step(self, batch, batch_idx):
+        return self.net(batch.chunk(self.trainer.world_size)[self.global_rank]).square().mean()
+
     trainer = trainer_of(
         lightning, root, [callback, Watch()], devices=devices, strategy="ddp" if devices > 1 else "auto",
-        accumulate_grad_batches=accumulate,
-    )
-    trainer.fit(module_of(lightning, configure_optimizers=configure_optimizers), loader(8, batch_size=4 // devices))
-    with open(f"{root}/rank{trainer.global_rank}.json", "w") as file:
-        json.dump({
-            "snapshots": seen, "alerts": [alert.to_dict() for alert in callback.alerts], "written": keeper.steps,
-            "calls": [record.calls for record in callback.coverage()], "world": trainer.world_size,
-        }, file)
+        accumulate_grad_batches=accumulate, use_distributed_sampler=False,
+    )  # fmt: skip
+    module = module_of(lightning, configure_optimizers=configure_optimizers, training_step=training_step)
+    trainer.fit(module, loader(4, batch_size=4))
+    found = {
+        "snapshots": seen, "alerts": [alert.to_dict() for alert in callback.alerts], "written": keeper.steps,
+        "calls": [record.calls for record in callback.coverage()], "world": trainer.world_size,
+    }  # fmt: skip
+    (Path(root) / f"rank{trainer.global_rank}.json").write_text(json.dumps(found))
 
+
+SCRIPT = """
+from tests.test_ranks import lightning_fit
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    lightning_fit({package!r}, {root!r}, 2, {accumulate})
 """
 
 
-def run_script(folder, *arguments):
-    folder.mkdir()
+def run_two_ranks(folder, package, accumulate):
     script = folder / "fit.py"
-    script.write_text(textwrap.dedent(SCRIPT))
+    script.write_text(SCRIPT.format(package=package, root=str(folder), accumulate=accumulate))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
-        [sys.executable, str(script), arguments[0], str(folder), *map(str, arguments[1:])],
+        [sys.executable, str(script)],
         cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
     try:
@@ -435,25 +436,31 @@ def run_script(folder, *arguments):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # its ranks are in its session
     assert process.returncode == 0, output
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
 
 
 @pytest.mark.parametrize(("package", "accumulate"), [("pytorch_lightning", 2), ("lightning.pytorch", 1)])
 def test_lightning_ddp_equals_one_process(tmp_path, package, accumulate):
     pytest.importorskip(package)
-    # a loader of 8 batches of 2 is 4 steps of 2 x 2 on two ranks, and on one the same sequences as batches of 4
-    [whole] = run_script(tmp_path / "one", package, 1, accumulate)
-    first, second = run_script(tmp_path / "two", package, 2, accumulate)
+    threads = torch.get_num_threads()
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    lightning_fit(package, str(tmp_path / "one"), 1, accumulate)
+    torch.set_num_threads(threads)
+    run_two_ranks(tmp_path / "two", package, accumulate)
+    whole, first, second = (
+        json.loads((tmp_path / name).read_text()) for name in ("one/rank0.json", "two/rank0.json", "two/rank1.json")
+    )
     assert first["world"] == second["world"] == 2
     assert first["snapshots"] == second["snapshots"]
-    assert first["alerts"] == second["alerts"] == whole["alerts"]
-    assert first["alerts"]
+    assert first["alerts"] == second["alerts"]
+    assert [(alert["step"], alert["head"]) for alert in first["alerts"]] == [(0, 0), (0, 1)]
+    assert [alert["step"] for alert in whole["alerts"]] == [0, 0]
     assert second["written"] == []
     steps = first["written"]
     assert steps == list(range(len(steps)))
     assert len(steps) == 4 // accumulate
     assert first["calls"] == second["calls"] == [4]
-    for merged, single in zip(first["snapshots"], whole["snapshots"], strict=False):
+    for merged, single in zip(first["snapshots"], whole["snapshots"], strict=True):
         assert merged["step"] == single["step"]
         assert merged["modules"] == single["modules"] == ["net"]
         assert merged["rows"] == single["rows"]

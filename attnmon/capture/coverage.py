@@ -40,6 +40,8 @@ class Site:
     kind: str
     expected: bool  # it looks like attention; others appear only once they make a call
     excluded: bool = False
+    inside_encoder: bool = False  # part of an nn.TransformerEncoder
+    heads_hint: int | None = None  # what the module's attributes say
     heads: int | None = None
     route: str = ""
     calls: int = 0

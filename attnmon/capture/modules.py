@@ -88,6 +88,15 @@ def _mentions(code: CodeType) -> bool:
     return any(_mentions(inner) for inner in code.co_consts if isinstance(inner, CodeType))
 
 
+def head_count(module: nn.Module) -> int | None:
+    """The number of query heads that the module's attributes state, under the names in use."""
+    for name in ("num_heads", "num_attention_heads", "n_head", "n_heads", "nhead", "heads", "nheads"):
+        count = getattr(module, name, None)
+        if isinstance(count, int) and not isinstance(count, bool) and count > 0:
+            return count
+    return None
+
+
 def kind_of(path: str, module: nn.Module) -> str:
     """"cross" if the path or the class says so, else "self"; a call itself may show more."""
     last = path.rsplit(".", 1)[-1]

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from attnmon.calls import make_call
 from attnmon.capture import modules as names
+from attnmon.capture import traced
 from attnmon.capture.coverage import CoverageRecord, Site
 from attnmon.capture.eager import EagerTracker, SoftmaxSeen
-from attnmon.capture.torch_calls import CallMode, four_axes, is_sdpa, sdpa_call
-from attnmon.errors import AttnmonError
+from attnmon.capture.hooks import AfterForward, BeforeForward
+from attnmon.capture.torch_calls import CallMode, Described, describe_mha, describe_sdpa, four_axes
+from attnmon.errors import AttnmonError, UnsupportedAttention
 from attnmon.types import AttentionCall
 
 
 class Observer(Protocol):
-    """Who is told; upstream of everything that computes."""
+    """Who is told; it computes, and keeps nothing of a call."""
 
     def observe(self, site: Site, call: AttentionCall) -> None:
-        """Measure a call now; nothing of it may be kept."""
+        """Measure a call now."""
+
+    def choose(self, site: Site, batch: int) -> slice:
+        """The sequences that would be sampled of a call, for routes that have to project them first."""
 
     def sample(self, site: Site, call: AttentionCall) -> Any:
         """Measure a call whose values will come later: take what is needed of its logits, return a token."""
@@ -34,19 +40,28 @@ class Observer(Protocol):
         """A call could not be measured."""
 
 
-@dataclass(slots=True)
 class _Frame:
-    site: Site
-    tracker: EagerTracker
+    """One module's forward on the stack."""
+
+    __slots__ = ("hidden", "index", "tracker")
+
+    def __init__(self, index: int, tracker: EagerTracker, hidden: Tensor | None) -> None:
+        self.index, self.tracker, self.hidden = index, tracker, hidden
 
 
 class Recorder:
     """Watches the attention modules of a model between ``start`` and ``stop``; outside, the model is untouched.
 
+    In the first measured step the function mode covers the whole step and every module that could make a call is
+    hooked. If all of it ran eagerly, later steps hook only modules that made calls or look like attention, and
+    the mode is active inside those alone. If some of it was compiled, hooks and mode stay as they were then,
+    since a compiled graph is valid for exactly these (the hooks then remain between steps, too, and do nothing).
+
     Args:
         model: any module, wrapped or not.
         observer: told of each call.
         include, exclude: glob patterns on canonical paths.
+        with_hidden: also take the hidden states that enter a module.
 
     Raises:
         AttnmonError: no module of the model is or mentions attention, or a pattern matches nothing.
@@ -59,59 +74,44 @@ class Recorder:
         *,
         include: Sequence[str] | str | None = None,
         exclude: Sequence[str] | str | None = None,
+        with_hidden: bool = False,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise AttnmonError(f"model must be a torch.nn.Module; got {type(model).__name__}")
         self._observer = observer
-        found = list(names.walk(model))
-        attention = [path for path, module in found if names.looks_like_attention(module)]
-        mentions = [path for path, module in found if names.mentions_attention(module)]
-        if not attention and not mentions:
-            raise AttnmonError(
-                f"found no attention in {type(model).__name__}: no module whose class name says attention and no forward "
-                "that calls an attention function or a softmax; pass the module that holds the transformer"
-            )
-        paths = attention or mentions
-        include_patterns = names.check_patterns("include", include, [path for path, _ in found])
-        exclude_patterns = names.check_patterns("exclude", exclude, [path for path, _ in found])
-        if not any(names.selected(path, include_patterns, exclude_patterns) for path in paths):
-            raise AttnmonError("include and exclude leave no attention module; there are: " + ", ".join(paths[:8]))
-        self._watched: list[tuple[weakref.ref[nn.Module], Site]] = []
-        for path, module in found:
-            expected = names.looks_like_attention(module)
-            if expected or names.may_call(module):
-                site = Site(path, names.kind_of(path, module), expected)
-                site.excluded = not names.selected(path, include_patterns, exclude_patterns)
-                self._watched.append((weakref.ref(module), site))
-        self._order = {site.path: index for index, (_, site) in enumerate(self._watched)}
+        self._with_hidden = with_hidden
+        self._watched = _find(model, include, exclude)
+        self._sites = [site for _, site in self._watched]
+        self._order = {site.path: index for index, site in enumerate(self._sites)}
         self._handles: list[Any] = []
-        self._stack: list[_Frame] = []
+        self._hooked: frozenset[int] = frozenset()
         self._mode = CallMode(self._report)
-        self._in_mode = False
-        self._narrowed = False
+        self._mode_level: int | None = None  # depth of the stack at which the mode was entered; -1: by start()
+        self._stack: list[_Frame] = []
+        self._trail: list[int] = []  # the stack while a graph is traced
+        self._number = traced.register(self)
+        self._buffers: dict[torch.device, Tensor] = {}
+        self._active = False
+        self._was_traced = False
+        self._wide = True
         self.measured_steps = 0
 
-    @property
-    def sites(self) -> list[Site]:
-        """Sites that are attention or were seen to make attention calls, in the model's order."""
-        listed = [site for _, site in self._watched if site.expected or site.calls or site.refused]
-        made_calls = [site.path for site in listed if site.calls]
-        # an attention module that only wraps another (a projection around it, say) is not a site of its own
-        return [
-            site
-            for site in listed
-            if site.calls
-            or site.refused
-            or not any(path.startswith(site.path + ".") or site.path == "" for path in made_calls)
-        ]
+    # -- what was seen --------------------------------------------------------------------------------------
 
     @property
     def all_sites(self) -> list[Site]:
         """Every place that is or may be watched, in the model's order; the same on every rank."""
-        return [site for _, site in self._watched]
+        return self._sites
 
     def coverage(self) -> list[CoverageRecord]:
-        return [site.record(self.measured_steps) for site in self.sites]
+        """Records of the sites that are attention or were seen to make attention calls, in the model's order."""
+        made_calls = [site.path for site in self._sites if site.calls]
+        return [
+            site.record(self.measured_steps)
+            for site in self._sites
+            # an attention module that only wraps another (a projection around it, say) is not a site of its own
+            if site.calls
+            or site.refused
+            or (site.expected and not any(path.startswith(f"{site.path}.".lstrip(".")) for path in made_calls))
+        ]
 
     def order(self, path: str) -> int:
         """Position of a module in the model, for sorting."""
@@ -120,113 +120,304 @@ class Recorder:
     # -- a measured step ------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Attach hooks; until ``stop`` every forward outside of backward is watched."""
-        self.stop()
-        for reference, site in self._watched:
-            module = reference()
-            if module is None or (self._narrowed and not (site.expected or site.calls or site.refused)):
-                continue
-            before, after = self._hooks(site)
-            self._handles.append(module.register_forward_pre_hook(before, prepend=True))
-            self._handles.append(module.register_forward_hook(after, always_call=True))
+        """Attach; until ``stop`` every forward outside of backward is watched."""
+        if self._active:
+            return
+        wanted = frozenset(index for index, site in enumerate(self._sites) if self._wants_hook(index, site))
+        if wanted != self._hooked:
+            self._unhook()
+            for index in sorted(wanted):
+                module = self._watched[index][0]()
+                assert module is not None
+                before, after = BeforeForward(self, index), AfterForward(self, index)
+                self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+                self._handles.append(module.register_forward_hook(after, always_call=True))
+            self._hooked = wanted
+        if not self._buffers:
+            self._buffers = {device: torch.zeros(1, device=device) for device in self._devices()}
+        self._active = True
+        if self._wide and torch.is_grad_enabled():
+            self._enter_mode(-1)
+
+    def _devices(self) -> set[torch.device]:
+        modules = (reference() for reference, _ in self._watched)
+        return {tensor.device for module in modules if module is not None for tensor in module.parameters()}
+
+    def _wants_hook(self, index: int, site: Site) -> bool:
+        module = self._watched[index][0]()
+        if module is None or _takes_fused_path(module, site.inside_encoder):
+            return False
+        return self._wide or site.expected or bool(site.calls or site.refused)
 
     def stop(self) -> None:
-        """Detach; the model is as it was."""
+        """Detach; the model is as it was (or keeps hooks that do nothing, where compiled graphs rely on them)."""
+        self._active = False
+        self._unwind(0)
+        self._leave_mode(-1)
+        if not self._was_traced:
+            self._unhook()
+
+    def close(self) -> None:
+        """Detach for good."""
+        self._was_traced = False
+        self.stop()
+
+    def end_step(self, calls: int) -> None:
+        """A measured step is over; it made so many calls."""
+        self.measured_steps += 1
+        # a step that saw nothing may have run graphs compiled before the hooks: let the mode have them traced anew
+        self._wide = self._was_traced or calls == 0
+
+    def _unhook(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._unwind(0)
+        self._hooked = frozenset()
 
-    def end_step(self, micro_batches_seen: bool) -> None:
-        """A measured step is over: from now on only modules that made calls, or look like it, are hooked."""
-        if micro_batches_seen:
-            self.measured_steps += 1
-            self._narrowed = True
+    def _enter_mode(self, level: int) -> None:
+        if self._mode_level is None:
+            self._mode_level = level
+            self._mode.__enter__()
 
-    def _hooks(self, site: Site) -> tuple[Callable[..., None], Callable[..., None]]:
-        depth: list[int] = []
+    def _leave_mode(self, level: int) -> None:
+        if self._mode_level is not None and self._mode_level >= level:
+            self._mode_level = None
+            self._mode.__exit__(None, None, None)
 
-        def before(module: nn.Module, args: Any) -> None:
-            if _in_backward():  # activation checkpointing runs the forward again; it was counted the first time
-                depth.append(-1)
-                return
-            depth.append(len(self._stack))
-            self._enter(site)
+    # -- what hooks say -------------------------------------------------------------------------------------
 
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            if depth:
-                level = depth.pop()
-                if level >= 0:
-                    self._unwind(level)
+    def enter(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A watched module's forward begins."""
+        if torch.compiler.is_compiling():
+            self._was_traced = True
+            if self._active:
+                self._trail.append(index)
+            return
+        # activation checkpointing runs the forward again inside backward; it was counted the first time
+        if not self._active or _in_backward():
+            return
+        self._push(index, args, kwargs)
 
-        return before, after
+    def leave(self, index: int) -> None:
+        """A watched module's forward has ended."""
+        if torch.compiler.is_compiling():
+            if self._trail:
+                self._trail.pop()
+            return
+        stack = self._stack
+        if stack and any(frame.index == index for frame in stack) and not _in_backward():
+            level = len(stack) - 1
+            while stack[level].index != index:
+                level -= 1
+            self._unwind(level)
 
-    def _enter(self, site: Site) -> None:
-        observer = self._observer
+    def _push(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        site, observer = self._sites[index], self._observer
 
         def on_softmax(seen: SoftmaxSeen) -> Any:
             if site.excluded:
                 return None
             try:
-                return observer.sample(site, _logits_call(seen))
+                return observer.sample(site, _logits_call(seen.logits, seen.scale, seen.head_dim, site))
             except Exception as error:
                 observer.fault(site, error)
                 return None
 
         def on_values(token: Any, values: Tensor | None) -> None:
             try:
-                observer.complete(site, token, None if values is None else four_axes(values))
+                observer.complete(site, token, None if values is None else _value_axes(values, site))
             except Exception as error:
                 observer.fault(site, error)
 
         def on_refused(reason: str) -> None:
-            if not site.excluded and site.expected:
-                observer.fault(site, AttnmonError(reason))
+            if site.expected and not site.excluded:
+                observer.fault(site, UnsupportedAttention(reason))
 
-        self._stack.append(_Frame(site, EagerTracker(on_softmax, on_values, on_refused)))
-        if not self._in_mode:
-            self._mode.__enter__()
-            self._in_mode = True
+        hidden = _hidden_of(args, kwargs) if self._with_hidden else None
+        self._stack.append(_Frame(index, EagerTracker(on_softmax, on_values, on_refused), hidden))
+        # without gradients a mode would keep nn.MultiheadAttention from its fused path: only where it must
+        if torch.is_grad_enabled() or site.expected:
+            self._enter_mode(len(self._stack) - 1)
 
     def _unwind(self, level: int) -> None:
         while len(self._stack) > level:
             self._stack.pop().tracker.finish()
-        if self._in_mode and not self._stack:
-            self._in_mode = False
-            self._mode.__exit__(None, None, None)
+        if self._mode_level is not None and self._mode_level >= level and self._mode_level >= 0:
+            self._leave_mode(level)
+
+    # -- what the mode says ---------------------------------------------------------------------------------
 
     def _report(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        if torch.compiler.is_compiling():
+            if self._trail:
+                self._report_traced(func, args, kwargs)
+            return
         if not self._stack:
             return
         frame = self._stack[-1]
-        site = frame.site
-        if is_sdpa(func):
-            if site.excluded:
-                return
-            try:
-                self._observer.observe(replace_route(site, "sdpa"), sdpa_call(args, kwargs))
-            except Exception as error:
-                self._observer.fault(site, error)
+        describe = _ADAPTERS.get(func)
+        if describe is None:
+            frame.tracker.saw(func, args, kwargs, result)
             return
-        frame.tracker.saw(func, args, kwargs, result)
+        site = self._sites[frame.index]
+        if site.excluded:
+            return
+        try:
+            route, adapter = describe
+            with torch.no_grad():
+                described = adapter(args, kwargs, lambda batch: self._observer.choose(site, batch))
+                self._observe(site, route, described, frame.hidden)
+        except Exception as error:
+            self._observer.fault(site, error)
+
+    def _observe(self, site: Site, route: str, described: Described, hidden: Tensor | None) -> None:
+        if hidden is not None and described["key"].shape[0] == hidden.shape[0]:
+            described = {**described, "hidden": hidden if hidden.shape[1] == described["key"].shape[2] else None}
+        call = make_call(**described)
+        site.route = route
+        if call.is_cross or described["query"].shape[2] != described["key"].shape[2]:
+            site.kind = "cross"
+        self._observer.observe(site, call)
+
+    # -- compiled graphs ------------------------------------------------------------------------------------
+
+    def _report_traced(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Runs while a graph is traced: leaves an operator in it."""
+        index = self._trail[-1]
+        if self._sites[index].excluded:
+            return
+        if func is F.scaled_dot_product_attention:
+            self._leave_operator(index, "sdpa", describe_sdpa(args, kwargs))
+
+    def _leave_operator(self, index: int, route: str, described: Described) -> None:
+        query, key, value = described["query"], described["key"], described["value"]
+        mask = described.get("attn_mask")
+        torch.ops.attnmon.observe(
+            self._buffer(query.device),
+            self._number,
+            index,
+            route,
+            query.detach(),
+            key.detach(),
+            value.detach(),
+            None if mask is None else mask.detach(),
+            described.get("key_padding_mask"),
+            None,
+            None,
+            None,
+            described.get("scale"),
+            None,
+            None,
+            None,
+            0,
+            described.get("is_causal", False),
+            described.get("is_cross", False),
+        )
+
+    def _buffer(self, device: torch.device) -> Tensor:
+        return self._buffers[device]
+
+    def replay(self, index: int, route: str, described: Described) -> None:
+        """A compiled graph makes a call that was noted while it was traced."""
+        if not self._active or _in_backward():
+            return
+        site = self._sites[index]
+        try:
+            with torch.no_grad():
+                self._observe(site, route, described, None)
+        except Exception as error:
+            self._observer.fault(site, error)
+
+    def replay_logits(self, index: int, logits: Tensor, value: Tensor | None, scale: float, head_dim: int) -> None:
+        """The same for eager attention."""
+        if not self._active or _in_backward():
+            return
+        site, observer = self._sites[index], self._observer
+        try:
+            token = observer.sample(site, _logits_call(logits, scale, head_dim, site))
+            observer.complete(site, token, None if value is None else _value_axes(value, site))
+        except Exception as error:
+            observer.fault(site, error)
+
+    def replay_refusal(self, index: int, reason: str) -> None:
+        """The same for a call that is not measured."""
+        if self._active and not _in_backward():
+            self._observer.fault(self._sites[index], UnsupportedAttention(reason))
 
 
-def replace_route(site: Site, route: str) -> Site:
-    """Note by which route the site's calls are seen."""
-    site.route = route
-    return site
+_Adapter = Callable[[tuple[Any, ...], Mapping[str, Any], Callable[[int], slice]], Described]
+_ADAPTERS: dict[Any, tuple[str, _Adapter]] = {
+    F.scaled_dot_product_attention: ("sdpa", lambda args, kwargs, choose: describe_sdpa(args, kwargs)),
+    F.multi_head_attention_forward: ("multi_head_attention_forward", describe_mha),
+}
 
 
-def _logits_call(seen: SoftmaxSeen) -> AttentionCall:
-    logits = seen.logits.detach()
+def _find(
+    model: nn.Module, include: Sequence[str] | str | None, exclude: Sequence[str] | str | None
+) -> list[tuple[weakref.ref[nn.Module], Site]]:
+    if not isinstance(model, nn.Module):
+        raise AttnmonError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+    found = list(names.walk(model))
+    attention = [path for path, module in found if names.looks_like_attention(module)]
+    paths = attention or [path for path, module in found if names.mentions_attention(module)]
+    if not paths:
+        raise AttnmonError(
+            f"found no attention in {type(model).__name__}: no module whose class name says attention and no forward "
+            "that calls an attention function or a softmax; pass the module that holds the transformer"
+        )
+    include = names.check_patterns("include", include, [path for path, _ in found])
+    exclude = names.check_patterns("exclude", exclude, [path for path, _ in found])
+    if not any(names.selected(path, include, exclude) for path in paths):
+        raise AttnmonError("include and exclude leave no attention module; there are: " + ", ".join(paths[:8]))
+    watched = []
+    encoders: list[str] = []
+    for path, module in found:
+        if isinstance(module, (nn.TransformerEncoder, nn.TransformerEncoderLayer)):
+            encoders.append(path)
+        expected = names.looks_like_attention(module)
+        if expected or names.may_call(module):
+            site = Site(path, names.kind_of(path, module), expected, heads_hint=names.head_count(module))
+            site.excluded = not names.selected(path, include, exclude)
+            site.inside_encoder = any(path == encoder or path.startswith(f"{encoder}.") for encoder in encoders)
+            watched.append((weakref.ref(module), site))
+    return watched
+
+
+def _takes_fused_path(module: nn.Module, inside_encoder: bool) -> bool:
+    """In evaluation without gradients nn.Transformer layers run one fused kernel, which a hook would switch off."""
+    if torch.is_grad_enabled() or module.training:
+        return False
+    return inside_encoder or isinstance(module, nn.MultiheadAttention)
+
+
+def _logits_call(logits: Tensor, scale: float, head_dim: int, site: Site) -> AttentionCall:
+    logits = logits.detach()
     if logits.dim() > 4:  # [B, groups, heads of a group, Lq, Lk]
         logits = logits.flatten(1, logits.dim() - 3)
-    return AttentionCall(
-        query=None, key=None, value=None, scale=seen.scale, head_dim=seen.head_dim, logits=logits
-    )
+    elif logits.dim() == 3:
+        heads = site.heads_hint
+        if heads is None or logits.shape[0] % heads:
+            raise UnsupportedAttention(f"logits of shape {list(logits.shape)} do not tell heads from sequences")
+        logits = logits.unflatten(0, (-1, heads))
+    return AttentionCall(query=None, key=None, value=None, scale=scale, head_dim=head_dim, logits=logits)
+
+
+def _value_axes(values: Tensor, site: Site) -> Tensor:
+    """[B, H, Lk, Dv] from what the product with the weights was given."""
+    if values.dim() == 3 and site.heads_hint is not None and values.shape[0] % site.heads_hint == 0:
+        return values.unflatten(0, (-1, site.heads_hint))
+    if values.dim() > 4:
+        return values.flatten(1, values.dim() - 3)
+    return four_axes(values)
+
+
+def _hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The hidden states [B, L, E] that enter a module."""
+    for candidate in (*args[:1], kwargs.get("hidden_states"), kwargs.get("x"), kwargs.get("query")):
+        if isinstance(candidate, Tensor) and candidate.dim() == 3 and candidate.is_floating_point():
+            return candidate.detach()
+    return None
 
 
 def _in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
-
-

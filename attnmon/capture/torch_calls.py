@@ -1,4 +1,8 @@
-"""Attention calls as torch functions: a mode that looks at what modules call and changes nothing."""
+"""Attention as torch functions: a mode that looks at what modules call, and what each call describes.
+
+An adapter turns the arguments of one function into the keyword arguments of ``attnmon.calls.make_call``, or
+raises UnsupportedAttention with the reason; it never guesses.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from attnmon.stats.api import make_call
-from attnmon.types import AttentionCall
+from attnmon.errors import UnsupportedAttention
+
+Described = dict[str, Any]
 
 
 class CallMode(TorchFunctionMode):
@@ -34,30 +39,20 @@ class CallMode(TorchFunctionMode):
         return result
 
 
-def is_sdpa(func: Any) -> bool:
-    """Whether ``func`` is ``scaled_dot_product_attention``, however it was imported."""
-    return func is F.scaled_dot_product_attention
-
-
-def sdpa_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AttentionCall:
-    """The call that ``scaled_dot_product_attention(*args, **kwargs)`` describes.
-
-    Raises:
-        AttnmonError: arguments of a shape that is not measured.
-    """
+def describe_sdpa(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Described:
+    """``scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)``."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    query, key, value = given["query"], given["key"], given["value"]
-    mask = given.get("attn_mask")
+    query, mask = given["query"], given.get("attn_mask")
     leading = query.dim() - 2
-    return make_call(
-        four_axes(query),
-        four_axes(key),
-        four_axes(value),
-        attn_mask=None if mask is None else _mask_axes(mask, leading, query.shape[: leading - 1]),
-        is_causal=bool(given.get("is_causal", False)),
-        scale=given.get("scale"),
-    )
+    return {
+        "query": four_axes(query),
+        "key": four_axes(given["key"]),
+        "value": four_axes(given["value"]),
+        "attn_mask": None if mask is None else _mask_axes(mask, leading, query.shape[: leading - 1]),
+        "is_causal": bool(given.get("is_causal", False)),
+        "scale": given.get("scale"),
+    }
 
 
 def four_axes(tensor: Tensor) -> Tensor:
@@ -76,3 +71,71 @@ def _mask_axes(mask: Tensor, leading: int, batch_shape: torch.Size) -> Tensor:
         return mask[:, None] if mask.dim() == 3 else mask
     tail = mask.shape[-3:] if mask.dim() >= 3 else (1, *mask.shape)
     return mask.expand(*batch_shape, *tail).flatten(0, leading - 2)
+
+
+_MHA_ARGUMENTS = (
+    *("query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v"),
+    *("add_zero_attn", "dropout_p", "out_proj_weight", "out_proj_bias", "training", "key_padding_mask", "need_weights"),
+    *("attn_mask", "use_separate_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "static_k"),
+    *("static_v", "average_attn_weights", "is_causal"),
+)
+
+
+def describe_mha(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], choose: Callable[[int], slice]
+) -> Described:
+    """``F.multi_head_attention_forward``, what nn.MultiheadAttention and nn.Transformer layers call.
+
+    Its projections are made again, for the sampled sequences only (``choose``: batch size -> which).
+    """
+    given = {**dict(zip(_MHA_ARGUMENTS, args, strict=False)), **kwargs}
+    if given.get("static_k") is not None or given.get("static_v") is not None:
+        raise UnsupportedAttention("multi_head_attention_forward with static_k or static_v")
+    query, key, value = (given[name] for name in ("query", "key", "value"))
+    is_cross = query is not key
+    if query.dim() == 2:  # unbatched
+        query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
+    batch, heads = query.shape[1], int(given["num_heads"])
+    chosen = choose(batch)
+    query, key, value = (tensor.detach()[:, chosen] for tensor in (query, key, value))
+    if given.get("use_separate_proj_weight"):
+        weights = [given[name] for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight")]
+    else:
+        weights = list(given["in_proj_weight"].chunk(3))
+    bias = given.get("in_proj_bias")
+    biases = [None] * 3 if bias is None else list(bias.chunk(3))
+    query, key, value = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
+
+    mask, padding = given.get("attn_mask"), given.get("key_padding_mask")
+    count = query.shape[1]
+    if mask is not None:
+        if mask.dim() == 3:  # [B * heads, Lq, Lk]
+            mask = mask.view(batch, heads, *mask.shape[1:])[chosen]
+        mask = ~mask if mask.dtype == torch.bool else mask  # True means hidden there, visible here
+    if padding is not None:
+        padding = (padding[None] if padding.dim() == 1 else padding)[chosen]
+    # learned and zero keys are keys like others: they have values and every query sees them
+    extra = []
+    if given.get("bias_k") is not None:
+        extra.append((given["bias_k"].expand(1, count, -1), given["bias_v"].expand(1, count, -1)))
+    if given.get("add_zero_attn"):
+        extra.append((torch.zeros_like(key[:1]), torch.zeros_like(value[:1])))
+    for more_key, more_value in extra:
+        key, value = torch.cat([key, more_key.to(key.dtype)]), torch.cat([value, more_value.to(value.dtype)])
+        if mask is not None:
+            mask = F.pad(mask, (0, 1), value=True if mask.dtype == torch.bool else 0.0)
+        if padding is not None:
+            padding = F.pad(padding, (0, 1), value=False if padding.dtype == torch.bool else 0.0)
+
+    def split(tensor: Tensor) -> Tensor:  # [L, S, E] -> [S, H, L, D]
+        return tensor.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
+
+    return {
+        "query": split(query),
+        "key": split(key),
+        "value": split(value),
+        "attn_mask": mask,
+        "key_padding_mask": padding,
+        "is_causal": bool(given.get("is_causal", False)) and mask is None,
+        "is_cross": is_cross,
+    }

@@ -55,8 +55,8 @@ def selection_geometry(
         return torch.ones_like(total), torch.zeros_like(total)
     broken = None
     if masked_search:
-        bad_key = ~tokens.isfinite().all(-1)  # [S, G, Lk]
-        tokens = tokens.nan_to_num(0.0, 0.0, 0.0)
+        bad_key = ~torch.linalg.vector_norm(tokens, dim=-1).isfinite()  # [S, G, Lk]
+        tokens = tokens.masked_fill(bad_key[..., None], 0.0)
         if inverse_length is not None:
             inverse_length = inverse_length.nan_to_num(0.0, 0.0, 0.0)
         bad_row = bad_key.repeat_interleave(num_h // groups, 1)[:, :, None]

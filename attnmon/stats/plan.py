@@ -48,6 +48,15 @@ class Plan:
     shared: dict[Any, Any] = field(default_factory=dict)
 
 
+def choose_sequences(batch: int, settings: Settings, draw: int) -> slice:
+    """Which of ``batch`` sequences the ``draw``-th measurement samples: evenly spaced ones."""
+    wanted = batch if settings.sequences is None else min(settings.sequences, batch)
+    stride = batch // wanted
+    slack = batch - stride * (wanted - 1)  # valid starts: 0 .. slack - 1
+    start = int(((0.5 + draw * _GOLDEN) % 1.0) * slack)
+    return slice(start, start + stride * (wanted - 1) + 1, stride)
+
+
 def make_plan(call: AttentionCall, settings: Settings, draw: int = 0) -> Plan:
     """Choose rows of ``call`` for the ``draw``-th measurement (0, 1, 2, ...)."""
     source = call.query if call.query is not None else call.logits
@@ -55,12 +64,8 @@ def make_plan(call: AttentionCall, settings: Settings, draw: int = 0) -> Plan:
     batch, length, device = source.shape[0], source.shape[2], source.device
     num_keys = call.logits.shape[3] if call.key is None else call.key.shape[2]  # type: ignore[union-attr]
 
-    wanted = batch if settings.sequences is None else min(settings.sequences, batch)
-    stride = batch // wanted
-    slack = batch - stride * (wanted - 1)  # valid starts: 0 .. slack - 1
-    start = int(((0.5 + draw * _GOLDEN) % 1.0) * slack)
-    sequences = slice(start, start + stride * (wanted - 1) + 1, stride)
-
+    sequences = choose_sequences(batch, settings, draw)
+    wanted = len(range(*sequences.indices(batch)))
     keys_seen, column_seen = _row_counts(call, sequences, wanted, length, num_keys, device)
     padding_query = None
     if column_seen is not None and length == num_keys and not call.is_cross:

@@ -115,7 +115,10 @@ def row_metrics(inputs: RowInputs, wanted: Collection[str]) -> RowOutputs:
     d = z.sub_(largest_logit[..., None])  # <= 0; masked keys hugely negative
     seen = d if weight is None else d * weight
     mean = seen.sum(-1) / n.clamp(min=1.0)
-    finite = largest_logit.isfinite() & mean.isfinite()
+    # a masked key with a logit so large that HIDDEN does not hide it is garbage, to be looked at again
+    finite = (largest_logit < (math.inf if inputs.robust else -HIDDEN / 100)) & mean.isfinite()
+    if inputs.sinks is not None:
+        finite &= (inputs.sinks < math.inf)[:, None]
     centred = seen - mean[..., None] if weight is None else torch.addcmul(seen, mean[..., None], weight, value=-1)
     values["logit_std"] = (_square_sum(centred) / n.clamp(min=1.0)).sqrt()
     del seen, centred

@@ -207,8 +207,11 @@ class _Reducer:
         box: Tensor = self._boxes[name][1]
         return box
 
-    def _tokens(self, block: _Block) -> tuple[Tensor, Tensor | None] | tuple[None, None]:
-        """Vectors [S, Hkv or 1, K, E] and, where x is of unit length, 1 / length [S, Hkv or 1, K]."""
+    def _tokens(self, block: _Block) -> tuple[Tensor | None, Tensor | None]:
+        """Vectors [S, Hkv or 1, K, E] and, where x is of unit length, 1 / length [S, Hkv or 1, K].
+
+        1 / length is NaN where the length is not finite.
+        """
         if not self.with_geometry:
             return None, None
         if self.settings.tokens == "hidden":
@@ -223,7 +226,8 @@ class _Reducer:
         if self._boxes.get("length", (None, None))[0] != key:
             length = torch.linalg.vector_norm(vectors, dim=-1)
             # a zero vector stays zero
-            self._boxes["length"] = (key, torch.where(length > 0, 1.0 / length, 0.0))
+            inverse = torch.where(length > 0, 1.0 / length, 0.0)
+            self._boxes["length"] = (key, torch.where(length.isfinite(), inverse, math.nan))
         return vectors[:, :, block.keys], self._boxes["length"][1][:, :, block.keys]
 
     def _perturbation(self, block: _Block, positions: Tensor, visible: Visible | None) -> Tensor:
@@ -273,6 +277,8 @@ class _Reducer:
         elif block.keys.start:
             first_key = torch.full_like(positions, -block.keys.start)
         tokens, unit = self._tokens(block)
+        if self.on_cpu and tokens is not None and not robust:
+            robust = not bool((torch.linalg.vector_norm(tokens, dim=-1) if unit is None else unit).isfinite().all())
         inputs = RowInputs(
             z=z,
             visible=visible,
@@ -316,8 +322,10 @@ class _Reducer:
             columns.append(counted)
         first = self.packing.first_mean
         counts = torch.stack(columns).sum((1, 3), dtype=self.dtype)
-        sums = torch.where(torch.stack(columns[first:]), torch.stack(addends), 0.0).sum((1, 3), dtype=self.dtype)
-        pieces = [counts[:first], torch.stack([sums, counts[first:]], 1).flatten(0, 1)]
+        pieces = [counts[:first]]
+        if addends:
+            sums = torch.where(torch.stack(columns[first:]), torch.stack(addends), 0.0).sum((1, 3), dtype=self.dtype)
+            pieces.append(torch.stack([sums, counts[first:]], 1).flatten(0, 1))
         for name in self.packing.maxima:
             value = values.get(name)
             if value is None:

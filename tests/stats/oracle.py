@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attnmon.calls import make_call
 from attnmon.metrics import METRICS
 from attnmon.stats import attention_stats, reference
-from attnmon.stats.api import make_call, measure
+from attnmon.stats.api import measure
 from attnmon.stats.packing import Packing
 from attnmon.stats.plan import make_plan
 from attnmon.stats.rows import EXPM1_LIMIT
@@ -254,7 +255,10 @@ def training_stats(
 def counts_of(packing: Packing, matrix: np.ndarray) -> dict[str, list[int]]:
     """Rows and exclusions, as ``Expected.counts``."""
     excluded = packing.excluded(matrix)
-    return {"rows": packing.rows(matrix).tolist(), **{reason: excluded[reason].tolist() for reason in EXCLUSION_REASONS}}
+    return {
+        "rows": packing.rows(matrix).tolist(),
+        **{reason: excluded[reason].tolist() for reason in EXCLUSION_REASONS},
+    }
 
 
 def assert_expected(

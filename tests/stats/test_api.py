@@ -17,17 +17,25 @@ from tests.helpers import assert_stats_close, call_id, draw_call
 from tests.stats.oracle import counts_of, packed, training_stats
 
 PLAIN = {
-    **{"mask": "none", "padding": "none", "window_kind": "none", "packed": False, "softcap": None, "with_sinks": False},
-    **{"dtype": torch.float32, "fd_epsilon": 0.1},
+    "mask": "none",
+    "padding": "none",
+    "window_kind": "none",
+    "packed": False,
+    "softcap": None,
+    "with_sinks": False,
+    "dtype": torch.float32,
+    "fd_epsilon": 0.1,
 }
-WAYS = [attention_stats, training_stats]
+WAYS = [lambda call: attention_stats(**call), training_stats]
 ways = pytest.mark.parametrize("measured", WAYS, ids=["float64", "float32"])
 # one comparison that rounding turns moves a head's separability by 1 / (N rows)
 ROUNDED = {"metric_rtol": {"separability": 2e-2}}
 
 
 def _call(seed=0, **options):
-    return draw_call(seed, **{**PLAIN, "batch": 2, "heads": 4, "kv_heads": 2, "q_len": 20, "k_len": 20, "top_n": 4, **options})
+    return draw_call(
+        seed, **{**PLAIN, "batch": 2, "heads": 4, "kv_heads": 2, "q_len": 20, "k_len": 20, "top_n": 4, **options}
+    )
 
 
 # ---- refusals
@@ -109,7 +117,10 @@ def test_metrics_follow_the_arguments_and_the_table():
     assert list(attention_stats(Q, K, metrics=("max_prob", "entropy"))) == ["entropy", "max_prob"]
     assert all(value.shape == (4,) and value.dtype == torch.float32 for value in everything.values())
     asked = attention_stats(Q, K, metrics=["sink_mass", "max_logit_uncapped"])
-    assert {name: value.tolist() for name, value in asked.items()} == {"sink_mass": [0.0] * 4, "max_logit_uncapped": [0.0] * 4}
+    assert {name: value.tolist() for name, value in asked.items()} == {
+        "sink_mass": [0.0] * 4,
+        "max_logit_uncapped": [0.0] * 4,
+    }
 
 
 def test_a_metric_alone_is_what_it_is_among_all():
@@ -146,11 +157,11 @@ def test_garbage_in_masked_keys_moves_nothing(measured, garbage, kind):
         call["window"] = (None, -1)
         call["is_causal"], hidden = True, torch.arange(20) >= 12
         call["query"] = call["query"][:, :, :12]
-    for name in ("key", "value"):
-        dirty = {**call, name: call[name].masked_fill(hidden[:, None], garbage)}
-        assert_stats_close(measured(**dirty) if measured is attention_stats else measured(dirty),
-                           measured(**call) if measured is attention_stats else measured(call), 1e-5, **ROUNDED)  # fmt: skip
-        assert counts_of(*packed(dirty)) == counts_of(*packed(call))
+    for name, tokens in (("key", "value"), ("value", "value"), ("value", "value_raw")):
+        clean = {**call, "tokens": tokens}
+        dirty = {**clean, name: call[name].masked_fill(hidden[:, None], garbage)}
+        assert_stats_close(measured(dirty), measured(clean), 1e-5, **ROUNDED)
+        assert counts_of(*packed(dirty)) == counts_of(*packed(clean))
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf])
@@ -162,8 +173,13 @@ def test_rows_that_see_a_logit_that_is_not_finite_are_counted(garbage):
     counts = counts_of(*packed(call))
     assert counts == {"rows": [26, 26, 40, 40], "padding": [0] * 4, "masked": [0] * 4, "nonfinite": [14, 14, 0, 0]}
     assert {name: n.tolist() for name, n in reference.attention_rows(**call).items()} == counts
-    for dirty, expected in ((attention_stats(**call), attention_stats(**clean)), (training_stats(call), training_stats(clean))):
-        assert_stats_close({n: x[:2] for n, x in dirty.items()}, {n: x[:2] for n, x in expected.items()}, 1e-5, **ROUNDED)
+    for dirty, expected in (
+        (attention_stats(**call), attention_stats(**clean)),
+        (training_stats(call), training_stats(clean)),
+    ):
+        assert_stats_close(
+            {n: x[:2] for n, x in dirty.items()}, {n: x[:2] for n, x in expected.items()}, 1e-5, **ROUNDED
+        )
 
 
 def test_a_broken_value_vector_takes_away_geometry_alone():
@@ -231,21 +247,15 @@ def test_heads_in_another_order(measured):
     order = torch.tensor([2, 0, 3, 1])
     moved = {**call, **{name: call[name][:, order] for name in ("query", "key", "value", "attn_mask")}}
     moved["sinks"] = call["sinks"][order]
-    if measured is attention_stats:
-        before, after = attention_stats(**call), attention_stats(**moved)
-    else:
-        before, after = training_stats(call), training_stats(moved)
-    assert_stats_close(after, {name: value[order] for name, value in before.items()}, 1e-6)
+    assert_stats_close(measured(moved), {name: value[order] for name, value in measured(call).items()}, 1e-6)
 
 
 def test_two_batches_merge_into_one():
     for seed in range(20):
         call = draw_call(seed, batch=3, packed=False)
-        per_sequence = [
-            name for name in ("query", "key", "value", "key_padding_mask", "attn_mask")
-            if name in call and call[name].shape[0] == 3 and call[name].dim() != 2 or name == "key_padding_mask" in call
-        ]  # fmt: skip
-        per_sequence = [name for name in per_sequence if name in call]
+        per_sequence = [name for name in ("query", "key", "value", "key_padding_mask") if name in call]
+        if call.get("attn_mask", torch.empty(0)).dim() == 4 and call["attn_mask"].shape[0] == 3:
+            per_sequence.append("attn_mask")
         parts = [{**call, **{name: call[name][piece] for name in per_sequence}} for piece in (slice(0, 1), slice(1, 3))]
         packing, whole = packed(call)
         merged = packing.merge(np.stack([packed(part)[1] for part in parts]))
@@ -256,7 +266,10 @@ def test_two_batches_merge_into_one():
 def test_scaling_values_leaves_separability():
     call = {**_call(7), "tokens": "value_raw"}
     scaled = {**call, "value": call["value"] * 64.0}  # exact in binary
-    for before, after in ((attention_stats(**call), attention_stats(**scaled)), (training_stats(call), training_stats(scaled))):
+    for before, after in (
+        (attention_stats(**call), attention_stats(**scaled)),
+        (training_stats(call), training_stats(scaled)),
+    ):
         assert torch.equal(before["separability"], after["separability"])
         torch.testing.assert_close(after["distance"], before["distance"] * 64.0)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmon.stats.api import make_call
+from attnmon.calls import make_call
 from attnmon.stats.packing import Packing
 from attnmon.stats.plan import make_plan
 from attnmon.stats.settings import Settings

@@ -17,8 +17,16 @@ from tests.stats.oracle import as_call, assert_expected, check, counts_of, expec
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PLAIN = {
-    **{"mask": "none", "padding": "none", "window_kind": "none", "packed": False, "softcap": None, "scale": None},
-    **{"with_sinks": False, "is_causal": False, "fd_epsilon": 0.1, "dtype": torch.float32},
+    "mask": "none",
+    "padding": "none",
+    "window_kind": "none",
+    "packed": False,
+    "softcap": None,
+    "scale": None,
+    "with_sinks": False,
+    "is_causal": False,
+    "fd_epsilon": 0.1,
+    "dtype": torch.float32,
 }
 
 # ---- agreement with the reference
@@ -55,7 +63,15 @@ def test_key_counts_around_the_chunked_search(k_len, is_causal):
     count = 17
     assert (k_len // selection._CHUNK >= 2 * count and k_len % selection._CHUNK == 0) == (k_len in (272, 280, 512))
     # queries at the end of a long triangle
-    call = draw_call(k_len, **{**PLAIN, "is_causal": is_causal}, batch=1, heads=2, kv_heads=1, q_len=40 if is_causal else 6, k_len=k_len)
+    call = draw_call(
+        k_len,
+        **{**PLAIN, "is_causal": is_causal},
+        batch=1,
+        heads=2,
+        kv_heads=1,
+        q_len=40 if is_causal else 6,
+        k_len=k_len,
+    )
     call["top_n"] = count - 1
     check(call)
 
@@ -335,7 +351,9 @@ def test_softcap_past_saturation():
 @pytest.fixture
 def elsewhere(monkeypatch):
     """As on a device where asking for a number costs a wait."""
-    monkeypatch.setattr(streaming._Reducer, "on_cpu", property(lambda self: False, lambda self, value: None), raising=False)
+    monkeypatch.setattr(
+        streaming._Reducer, "on_cpu", property(lambda self: False, lambda self, value: None), raising=False
+    )
 
     def sorted_search(values, *arguments):
         device = SimpleNamespace(type="cuda")

@@ -1,0 +1,106 @@
+"""Capture inside compiled graphs: an operator that the compiler keeps but does not look into.
+
+While a graph is traced, hooks and the function mode leave calls of this operator in it, each with the number of
+the recorder and of the site. When the graph runs, the operator hands the tensors to the recorder as an eager call
+would. It claims to write to a one-element buffer, so that no compiler removes or reorders it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from attnmon.capture.recorder import Recorder
+
+_RECORDERS: weakref.WeakValueDictionary[int, Recorder] = weakref.WeakValueDictionary()
+_counter = 0
+
+
+def register(recorder: Recorder) -> int:
+    """A number by which the operators find the recorder; it does not keep it alive."""
+    global _counter
+    _counter += 1
+    _RECORDERS[_counter] = recorder
+    return _counter
+
+
+@torch.library.custom_op("attnmon::observe", mutates_args=("order",))
+def observe(
+    order: Tensor,
+    recorder: int,
+    site: int,
+    route: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    sinks: Tensor | None,
+    cu_seqlens: Tensor | None,
+    hidden: Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    window_left: int | None,
+    window_right: int | None,
+    causal_offset: int,
+    is_causal: bool,
+    is_cross: bool,
+) -> None:
+    """A call given by queries and keys; arguments as of ``attnmon.calls.make_call``."""
+    found = _RECORDERS.get(recorder)
+    if found is not None:
+        window = None if window_left is None and window_right is None else (window_left, window_right)
+        described: dict[str, Any] = {
+            "query": query,
+            "key": key,
+            "value": value,
+            "attn_mask": attn_mask,
+            "key_padding_mask": key_padding_mask,
+            "sinks": sinks,
+            "cu_seqlens": cu_seqlens,
+            "hidden": hidden,
+            "scale": scale,
+            "softcap": softcap,
+            "window": window,
+            "causal_offset": causal_offset,
+            "is_causal": is_causal,
+            "is_cross": is_cross,
+        }
+        found.replay(site, route, described)
+
+
+@torch.library.custom_op("attnmon::observe_logits", mutates_args=("order",))
+def observe_logits(
+    order: Tensor, recorder: int, site: int, logits: Tensor, value: Tensor | None, scale: float, head_dim: int
+) -> None:
+    """A call given by the softmax's input [B, H, Lq, Lk]."""
+    found = _RECORDERS.get(recorder)
+    if found is not None:
+        found.replay_logits(site, logits, value, scale, head_dim)
+
+
+@torch.library.custom_op("attnmon::refuse", mutates_args=("order",))
+def refuse(order: Tensor, recorder: int, site: int, reason: str) -> None:
+    """A call that is not measured."""
+    found = _RECORDERS.get(recorder)
+    if found is not None:
+        found.replay_refusal(site, reason)
+
+
+@observe.register_fake
+def _(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+@observe_logits.register_fake
+def _(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+@refuse.register_fake
+def _(*args: Any, **kwargs: Any) -> None:
+    return None
