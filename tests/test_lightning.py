@@ -32,6 +32,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec"),
     pytest.mark.filterwarnings("ignore:.*log_every_n_steps"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory"),
+    pytest.mark.filterwarnings("ignore:You defined a .validation_step."),
+    pytest.mark.filterwarnings("ignore:predict returned None"),
     pytest.mark.filterwarnings("ignore:.*training_step. returned .None"),
 ]
 
@@ -372,8 +374,8 @@ def test_an_epoch_cut_short_by_a_hook_is_not_measured_beyond(lightning, tmp_path
         return -1 if batch_idx == 2 else None
 
     callback = AttentionMonitor(rows=None, sequences=None, **SMALL)
-    other = Runs("on_validation_start").callback(lightning)
-    trainer = trainer_of(lightning, tmp_path, [other, callback], max_epochs=2, num_sanity_val_steps=0)
+    other = Runs("on_train_epoch_end").callback(lightning)
+    trainer = trainer_of(lightning, tmp_path, [callback, other], max_epochs=2, num_sanity_val_steps=0)
     trainer.fit(module_of(lightning, on_train_batch_start=on_train_batch_start), loader(4), loader(2))
     assert callback.coverage()[0].calls == 4
     assert callback.latest.rows["net"].tolist() == [2 * LENGTH] * 2

@@ -146,6 +146,7 @@ def train(attention, mode, options=None, disturb=None):
 bare_run = functools.cache(train)
 
 
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
 @pytest.mark.parametrize("options", [{}, {"rows": None, "sequences": None}], ids=["sampled", "all_rows"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -153,11 +154,14 @@ def test_a_plain_loop_is_bit_identical(attention, mode, options):
     assert_same(train(attention, mode, {"on_error": "raise", **options}), bare_run(attention, mode))
 
 
-def test_sampling_steps_and_hidden_tokens_are_bit_identical():
-    assert_same(
-        train("sdpa", "plain", {"tokens": "value_raw", "backend": "torch", "top_n": 2, "metrics": ["separability"]}),
-        bare_run("sdpa", "plain"),
-    )
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    "options",
+    [{"tokens": "hidden"}, {"tokens": "value_raw", "backend": "torch", "top_n": 2, "metrics": ["separability"]}],
+    ids=["hidden", "value_raw"],
+)
+def test_other_options_are_bit_identical(attention, options):
+    assert_same(train(attention, "plain", {"on_error": "raise", **options}), bare_run(attention, "plain"))
 
 
 @pytest.mark.parametrize(
@@ -244,7 +248,12 @@ def lightning_run(package, attention, precision, accumulate, checkpointing, call
     return Outcome(module.losses, dict(module.state_dict()), trainer.optimizers[0].state_dict())
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning:.*lightning.*", "ignore:.*does not have many workers")
+@pytest.mark.filterwarnings(
+    "ignore:.*does not have many workers",
+    "ignore:.*LeafSpec",
+    "ignore:.gradient_checkpointing_enable. is",
+    "ignore:.*log_every_n_steps",
+)
 @pytest.mark.parametrize(
     ("package", "attention", "precision", "accumulate", "checkpointing"),
     [

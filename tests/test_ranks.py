@@ -28,7 +28,10 @@ from tests.test_monitor import EVERY_ROW, HEADS, LENGTH, Keeper, Model, assert_c
 ROOT = Path(__file__).resolve().parents[1]
 COLLECTIVE_LIMIT, ANSWER_LIMIT = 30, 90  # seconds
 
-pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo")
+pytestmark = [
+    pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo"),
+    pytest.mark.filterwarnings("ignore:You defined a .validation_step.", "ignore:.*LeafSpec"),
+]
 
 
 # -- two processes --------------------------------------------------------------------------------------------
@@ -208,7 +211,7 @@ def count_agreements(rank, steps):
         for step in range(steps):
             monitor.begin_step()
             for layer in range(3):
-                if layer != (step + rank) % 3:  # each drops another layer, another one each step
+                if layer != step % 3:  # another layer is dropped each step
                     model.layers[layer](share(rank, (2, 3)))
             monitor.end_step(collective=True)
     finally:
@@ -217,7 +220,7 @@ def count_agreements(rank, steps):
 
 
 def test_the_layout_settles(pair):
-    assert max(pair(count_agreements, 9)) <= 2
+    assert pair(count_agreements, 9) == [2, 2]
 
 
 def faulty_rank(rank, collective):

@@ -9,9 +9,9 @@ Tensors are told apart by identity; of the tensors of L x L none is kept beyond 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -50,23 +50,24 @@ class SoftmaxSeen:
     head_dim: int
 
 
+class SoftmaxListener(Protocol):
+    """Who is told of a module's softmax."""
+
+    def softmax(self, seen: SoftmaxSeen) -> Any:
+        """Its input, before anything else happens to it; the answer is handed back with the values."""
+
+    def values(self, token: Any, values: Tensor | None) -> None:
+        """The values, or None if the module ended without a product."""
+
+    def refused(self, reason: str, tensor: Tensor) -> None:
+        """A softmax that cannot be measured, and some tensor of it."""
+
+
 class EagerTracker:
-    """Follows one module's arithmetic; told of every torch call the module makes, after it was made.
+    """Follows one module's arithmetic; told of every torch call the module makes, after it was made."""
 
-    Args:
-        on_softmax: called with the softmax's input before anything else happens to it; returns a token.
-        on_values: called with that token and the values (None if the module ends without a product), and the
-            values' subscripts where the product was an einsum.
-        on_refused: called with a reason.
-    """
-
-    def __init__(
-        self,
-        on_softmax: Callable[[SoftmaxSeen], Any],
-        on_values: Callable[[Any, Tensor | None], None],
-        on_refused: Callable[[str], None],
-    ) -> None:
-        self._on_softmax, self._on_values, self._on_refused = on_softmax, on_values, on_refused
+    def __init__(self, listener: SoftmaxListener) -> None:
+        self._listener = listener
         self._scores: _Scores | None = None
         self._scaled: list[tuple[Tensor, float]] = []
         self._probs: Tensor | None = None
@@ -102,7 +103,7 @@ class EagerTracker:
 
     def _deliver(self, values: Tensor | None) -> None:
         token, self._token, self._probs = self._token, None, None
-        self._on_values(token, values)
+        self._listener.values(token, values)
 
     # -- the steps ------------------------------------------------------------------------------------------
 
@@ -144,18 +145,20 @@ class EagerTracker:
         scores = self._scores
         if scores is None or scores.tensor is not source:
             if source.dim() == 4:
-                self._on_refused("a softmax over logits that attnmon did not see made from queries and keys")
+                self._listener.refused(
+                    "a softmax over logits that attnmon did not see made from queries and keys", source
+                )
             return
         self._scores = None
         if self._token is not None:  # two softmaxes in a row: the first one's values were not found
             self._deliver(None)
         if scores.factor is None:
-            self._on_refused("the logits are scaled by a tensor on the device; reading it would stall the step")
+            self._listener.refused("the logits are scaled by a tensor whose value is not known to the host", source)
             return
         if not scores.factor > 0:
-            self._on_refused(f"the logits are scaled by {scores.factor:g}")
+            self._listener.refused("the logits are scaled by a number that is not positive", source)
             return
-        self._token = self._on_softmax(SoftmaxSeen(source, scores.factor, scores.head_dim))
+        self._token = self._listener.softmax(SoftmaxSeen(source, scores.factor, scores.head_dim))
         self._probs = result if self._token is not None else None
 
     def _pass_scores(self, scores: _Scores, func: Any, args: tuple[Any, ...], result: Tensor) -> None:
@@ -201,7 +204,9 @@ def _number(argument: Any) -> float | None:
     if isinstance(argument, Tensor):
         if argument.numel() != 1:
             return 1.0  # a mask or a per-key factor: no scale
-        return float(argument.detach()) if argument.device.type == "cpu" else None
+        if torch.compiler.is_compiling() or argument.device.type != "cpu":
+            return None
+        return float(argument.detach())
     return float(argument) if isinstance(argument, (int, float)) else 1.0
 
 

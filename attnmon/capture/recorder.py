@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnmon.calls import make_call
+from attnmon.calls import make_call, normalise_window
 from attnmon.capture import modules as names
 from attnmon.capture import traced
 from attnmon.capture.coverage import CoverageRecord, Site
@@ -19,6 +19,8 @@ from attnmon.capture.hooks import AfterForward, BeforeForward
 from attnmon.capture.torch_calls import CallMode, Described, describe_mha, describe_sdpa, four_axes
 from attnmon.errors import AttnmonError, UnsupportedAttention
 from attnmon.types import AttentionCall
+
+_TRACED_SEQUENCES = 4
 
 
 class Observer(Protocol):
@@ -38,6 +40,16 @@ class Observer(Protocol):
 
     def fault(self, site: Site, error: Exception) -> None:
         """A call could not be measured."""
+
+
+class Patch(Protocol):
+    """Functions that no torch-level mode sees, replaced during a measured step by ones that call them and tell."""
+
+    def install(self) -> None:
+        """Replace; every reference is as before after ``remove``."""
+
+    def remove(self) -> None:
+        """Put back."""
 
 
 class _Frame:
@@ -81,15 +93,17 @@ class Recorder:
         self._watched = _find(model, include, exclude)
         self._sites = [site for _, site in self._watched]
         self._order = {site.path: index for index, site in enumerate(self._sites)}
+        self._patches: list[Patch] = []  # functions replaced during a measured step
         self._handles: list[Any] = []
         self._hooked: frozenset[int] = frozenset()
         self._mode = CallMode(self._report)
         self._mode_level: int | None = None  # depth of the stack at which the mode was entered; -1: by start()
         self._stack: list[_Frame] = []
-        self._trail: list[int] = []  # the stack while a graph is traced
+        self._trail: list[_Frame] = []  # the stack while a graph is traced
         self._number = traced.register(self)
         self._buffers: dict[torch.device, Tensor] = {}
         self._active = False
+        self._suppressed = 0  # depth of functions whose inner torch calls are not calls of their own
         self._was_traced = False
         self._wide = True
         self.measured_steps = 0
@@ -135,6 +149,8 @@ class Recorder:
             self._hooked = wanted
         if not self._buffers:
             self._buffers = {device: torch.zeros(1, device=device) for device in self._devices()}
+        for patch in self._patches:
+            patch.install()
         self._active = True
         if self._wide and torch.is_grad_enabled():
             self._enter_mode(-1)
@@ -152,6 +168,8 @@ class Recorder:
     def stop(self) -> None:
         """Detach; the model is as it was (or keeps hooks that do nothing, where compiled graphs rely on them)."""
         self._active = False
+        for patch in reversed(self._patches):
+            patch.remove()
         self._unwind(0)
         self._leave_mode(-1)
         if not self._was_traced:
@@ -191,7 +209,7 @@ class Recorder:
         if torch.compiler.is_compiling():
             self._was_traced = True
             if self._active:
-                self._trail.append(index)
+                self._trail.append(_Frame(index, EagerTracker(_TracedCalls(self, index)), None))
             return
         # activation checkpointing runs the forward again inside backward; it was counted the first time
         if not self._active or _in_backward():
@@ -202,7 +220,7 @@ class Recorder:
         """A watched module's forward has ended."""
         if torch.compiler.is_compiling():
             if self._trail:
-                self._trail.pop()
+                self._trail.pop().tracker.finish()
             return
         stack = self._stack
         if stack and any(frame.index == index for frame in stack) and not _in_backward():
@@ -212,29 +230,9 @@ class Recorder:
             self._unwind(level)
 
     def _push(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        site, observer = self._sites[index], self._observer
-
-        def on_softmax(seen: SoftmaxSeen) -> Any:
-            if site.excluded:
-                return None
-            try:
-                return observer.sample(site, _logits_call(seen.logits, seen.scale, seen.head_dim, site))
-            except Exception as error:
-                observer.fault(site, error)
-                return None
-
-        def on_values(token: Any, values: Tensor | None) -> None:
-            try:
-                observer.complete(site, token, None if values is None else _value_axes(values, site))
-            except Exception as error:
-                observer.fault(site, error)
-
-        def on_refused(reason: str) -> None:
-            if site.expected and not site.excluded:
-                observer.fault(site, UnsupportedAttention(reason))
-
         hidden = _hidden_of(args, kwargs) if self._with_hidden else None
-        self._stack.append(_Frame(index, EagerTracker(on_softmax, on_values, on_refused), hidden))
+        site = self._sites[index]
+        self._stack.append(_Frame(index, EagerTracker(_EagerCalls(site, self._observer)), hidden))
         # without gradients a mode would keep nn.MultiheadAttention from its fused path: only where it must
         if torch.is_grad_enabled() or site.expected:
             self._enter_mode(len(self._stack) - 1)
@@ -248,9 +246,11 @@ class Recorder:
     # -- what the mode says ---------------------------------------------------------------------------------
 
     def _report(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        if self._suppressed:
+            return
         if torch.compiler.is_compiling():
             if self._trail:
-                self._report_traced(func, args, kwargs)
+                self._report_traced(func, args, kwargs, result)
             return
         if not self._stack:
             return
@@ -279,43 +279,110 @@ class Recorder:
             site.kind = "cross"
         self._observer.observe(site, call)
 
+    def call_through(
+        self,
+        route: str,
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        describe: Callable[[], Described],
+        module: nn.Module | None = None,
+    ) -> Any:
+        """Run a replaced function as it was, and measure the call that ``describe`` tells of.
+
+        Torch calls inside the function are not reported: they are this call. The call belongs to ``module`` if it
+        is watched, otherwise to the innermost watched module.
+        """
+        self._suppressed += 1
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            self._suppressed -= 1
+        if torch.compiler.is_compiling():
+            index = self._trail[-1].index if self._trail else None
+            if self._active and index is not None and not self._sites[index].excluded and not self._suppressed:
+                self._leave_operator(index, route, describe())
+            return result
+        if self._suppressed or not self._active or _in_backward():
+            return result
+        index = self._index_of(module)
+        if index is None or self._sites[index].excluded:
+            return result
+        site = self._sites[index]
+        try:
+            with torch.no_grad():
+                hidden = self._stack[-1].hidden if self._stack else None
+                self._observe(site, route, describe(), hidden)
+        except Exception as error:
+            self._observer.fault(site, error)
+        return result
+
+    def _index_of(self, module: nn.Module | None) -> int | None:
+        if module is not None:
+            for frame in reversed(self._stack):
+                if self._watched[frame.index][0]() is module:
+                    return frame.index
+        return self._stack[-1].index if self._stack else None
+
     # -- compiled graphs ------------------------------------------------------------------------------------
 
-    def _report_traced(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _report_traced(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """Runs while a graph is traced: leaves an operator in it."""
-        index = self._trail[-1]
+        frame = self._trail[-1]
+        index = frame.index
+        describe = _ADAPTERS.get(func)
+        if describe is None:
+            frame.tracker.saw(func, args, kwargs, result)
+            return
         if self._sites[index].excluded:
             return
-        if func is F.scaled_dot_product_attention:
-            self._leave_operator(index, "sdpa", describe_sdpa(args, kwargs))
+        route, adapter = describe
+        self._leave_operator(index, route, adapter(args, kwargs, _first_sequences))
 
     def _leave_operator(self, index: int, route: str, described: Described) -> None:
-        query, key, value = described["query"], described["key"], described["value"]
-        mask = described.get("attn_mask")
+        query, key, value = described["query"], described["key"], described.get("value")
+        mask, sinks = described.get("attn_mask"), described.get("sinks")
+        left, right = normalise_window(described.get("window")) or (None, None)
         torch.ops.attnmon.observe(
-            self._buffer(query.device),
+            self._buffers[query.device],
             self._number,
             index,
             route,
             query.detach(),
             key.detach(),
-            value.detach(),
+            None if value is None else value.detach(),
             None if mask is None else mask.detach(),
             described.get("key_padding_mask"),
-            None,
-            None,
+            None if sinks is None else sinks.detach(),
+            described.get("cu_seqlens"),
             None,
             described.get("scale"),
-            None,
-            None,
-            None,
-            0,
+            described.get("softcap"),
+            left,
+            right,
+            described.get("causal_offset", 0),
             described.get("is_causal", False),
             described.get("is_cross", False),
         )
 
-    def _buffer(self, device: torch.device) -> Tensor:
-        return self._buffers[device]
+    def leave_logits(self, index: int, seen: SoftmaxSeen, values: Tensor | None) -> None:
+        """While a graph is traced: the operator for eager attention."""
+        if self._sites[index].excluded:
+            return
+        torch.ops.attnmon.observe_logits(
+            self._buffers[seen.logits.device],
+            self._number,
+            index,
+            seen.logits.detach(),
+            None if values is None else values.detach(),
+            seen.scale,
+            seen.head_dim,
+        )
+
+    def leave_refusal(self, index: int, reason: str, device: torch.device) -> None:
+        """While a graph is traced: the operator for a call that is not measured."""
+        if self._sites[index].expected and not self._sites[index].excluded:
+            torch.ops.attnmon.refuse(self._buffers[device], self._number, index, reason)
 
     def replay(self, index: int, route: str, described: Described) -> None:
         """A compiled graph makes a call that was noted while it was traced."""
@@ -343,6 +410,55 @@ class Recorder:
         """The same for a call that is not measured."""
         if self._active and not _in_backward():
             self._observer.fault(self._sites[index], UnsupportedAttention(reason))
+
+
+class _EagerCalls:
+    """What an eager tracker tells of a module's softmax."""
+
+    def __init__(self, site: Site, observer: Observer) -> None:
+        self._site, self._observer = site, observer
+
+    def softmax(self, seen: SoftmaxSeen) -> Any:
+        if self._site.excluded:
+            return None
+        try:
+            call = _logits_call(seen.logits, seen.scale, seen.head_dim, self._site)
+            return self._observer.sample(self._site, call)
+        except Exception as error:
+            self._observer.fault(self._site, error)
+            return None
+
+    def values(self, token: Any, values: Tensor | None) -> None:
+        try:
+            value = None if values is None else _value_axes(values, self._site)
+            self._observer.complete(self._site, token, value)
+        except Exception as error:
+            self._observer.fault(self._site, error)
+
+    def refused(self, reason: str, tensor: Tensor) -> None:
+        if self._site.expected and not self._site.excluded:
+            self._observer.fault(self._site, UnsupportedAttention(reason))
+
+
+class _TracedCalls:
+    """The same while a graph is traced; the logits stay in the graph until the values are known."""
+
+    def __init__(self, recorder: Recorder, index: int) -> None:
+        self._recorder, self._index = recorder, index
+
+    def softmax(self, seen: SoftmaxSeen) -> Any:
+        return seen
+
+    def values(self, token: Any, values: Tensor | None) -> None:
+        self._recorder.leave_logits(self._index, token, values)
+
+    def refused(self, reason: str, tensor: Tensor) -> None:
+        self._recorder.leave_refusal(self._index, reason, tensor.device)
+
+
+def _first_sequences(batch: int) -> slice:
+    """In a compiled graph the sampled sequences cannot move; a few at the front are enough to project."""
+    return slice(0, _TRACED_SEQUENCES)
 
 
 _Adapter = Callable[[tuple[Any, ...], Mapping[str, Any], Callable[[int], slice]], Described]

@@ -160,7 +160,8 @@ def _budget(
     below = z.max() - z
     held = LEAST * float((1.0 + below)[below > 36.0].sum())  # a weight enters an entropy times its logit
     for name in budget.keys() - {"max_logit", "max_logit_uncapped", "logit_std"}:
-        budget[name] += held * max(1.0, 1.0 / tau)
+        budget[name] += held * max(1.0, 1.0 / tau, 1.0 / math.log(2.0))
+    budget["jacobian_fd"] += math.sqrt(np.finfo(np.float32).tiny) / step  # squares below that are lost
     if x is not None and z.size > top_n:
         lengths = p[: z.size] * np.linalg.norm(x, axis=1)
         inside = np.argsort(-p[: z.size], kind="stable")[:top_n]
@@ -197,6 +198,10 @@ def _separability_limits(
     s_error = (lengths[inside] * (tie + rounding[inside])).sum()
     slack = lengths * ((tie + 2.0 * rounding) * (lengths + 2.0 * np.linalg.norm(s)) + 2.0 * s_error)
     slack += LEAST * lengths[inside].max()
+    # close to s the distance itself is the better known
+    gaps = np.linalg.norm(weighted - s, axis=1)
+    gap_error = (tie + rounding) * lengths + s_error
+    slack = np.minimum(slack, gap_error * (2.0 * gaps + gap_error))
     certain = excess[inside] + slack[inside] < (excess - slack)[outside].min()
     possible = excess[inside] - slack[inside] < (excess + slack)[outside].min()
     return float(certain.mean()), float(possible.mean())

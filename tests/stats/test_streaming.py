@@ -118,19 +118,19 @@ def test_blocks_of_any_size_give_the_same(monkeypatch, budget):
 def test_ranges_of_rows_that_see_few_keys(monkeypatch, window, is_causal):
     """Long rows under a triangle or a window: blocks of rows read a range of keys only."""
     options = {**PLAIN, "is_causal": is_causal, "with_sinks": True}
-    call = draw_call(1, **options, batch=2, heads=2, kv_heads=1, q_len=330, k_len=330, window=window, top_n=4)
-    padding = torch.arange(330)[None] < torch.tensor([[0], [45]])
+    call = draw_call(1, **options, batch=2, heads=2, kv_heads=1, q_len=280, k_len=280, window=window, top_n=4)
+    padding = torch.arange(280)[None] < torch.tensor([[0], [45]])
     by_mask = {name: given for name, given in call.items() if name not in ("is_causal", "window")}
-    ahead = torch.arange(330)[None] - torch.arange(330)[:, None]
+    ahead = torch.arange(280)[None] - torch.arange(280)[:, None]
     left, right = (window - 1, window - 1) if isinstance(window, int) else window or (None, None)
-    seen = torch.ones(330, 330, dtype=torch.bool)
+    seen = torch.ones(280, 280, dtype=torch.bool)
     seen &= (ahead <= 0) if is_causal else seen
     seen &= (ahead >= -left) if left is not None else seen
     seen &= (ahead <= right) if right is not None else seen
     by_mask["attn_mask"] = seen & ~padding[:, None, None]
     call["key_padding_mask"] = padding
     expected = attention_stats(**by_mask)
-    for budget in (2000, 1 << 19):
+    for budget in (20000, 1 << 19):
         monkeypatch.setattr(streaming, "_BLOCK_CPU", budget)
         assert_stats_close(attention_stats(**call), expected, 1e-6)
         assert_stats_close(training_stats(call), expected, 1e-5, metric_rtol={"separability": 1e-3})
@@ -208,6 +208,13 @@ def test_rows_whose_least_excess_is_not_negative():
     mask = torch.ones(5, n, dtype=torch.bool)
     mask[:, 50:] = False
     check({**call, "attn_mask": mask})
+    # a selected key with an excess above 0 and below every outsider's
+    raw = x.clone()
+    raw[2] = -0.5 * raw[0]
+    raw[top_n:] = -40.0 * raw[0]
+    for given in ({}, {"attn_mask": mask}):
+        expected = check({**call, **given, "value": raw[None, None], "tokens": "value_raw"})
+        assert float(expected.stats["separability"]) == 1.0
 
 
 @pytest.mark.parametrize("nearness", [1e-1, 1e-2, 1e-3, 1e-5])
@@ -216,12 +223,11 @@ def test_rows_whose_least_excess_is_not_negative():
 def test_an_outsider_almost_at_s(nearness, masked, where):
     """Two nearly opposite selected vectors leave a small s; one outsider's p x is that, up to ``nearness``."""
     generator = torch.Generator().manual_seed(3)
-    n, width, top_n = 30, 8, 2
-    calls = []
+    n, width, top_n = 10, 8, 2
+    third = 2 if where == "near" else n - 1
     for _ in range(4):
         z = torch.full((n,), -4.0) + 0.2 * torch.randn(n, generator=generator)
         z[:2] = torch.tensor([1.0, 0.9])
-        third = 2 if where == "near" else n - 1
         if where == "tail":
             z[2:8] += 2.0  # so that the K largest do not reach the outsider
         z[third] = -2.5
@@ -231,11 +237,31 @@ def test_an_outsider_almost_at_s(nearness, masked, where):
         x[0] = _unit(generator, width)
         x[1] = (aim - p[0] * x[0]) / p[1]  # raw values: s is aim
         x[third] += nearness * _unit(generator, width)
-        calls.append(_from_logits(z[None], x, top_n=top_n, tokens="value_raw"))
+        call = _from_logits(z[None], x, top_n=top_n, tokens="value_raw")
         if masked:
-            calls[-1]["attn_mask"] = torch.arange(n)[None] != 9
-    for call in calls:
+            call["attn_mask"] = torch.arange(n)[None] != 8
         check(call)
+
+
+@pytest.mark.parametrize("nearness", [1e-1, 1e-2, 1e-3])
+@pytest.mark.parametrize("nearer", [0.99, 1.01])
+@pytest.mark.parametrize("where", ["near", "tail"])
+def test_a_selected_key_and_an_outsider_almost_at_s(nearness, nearer, where):
+    """The first key is s up to the short second one; an outsider lies 1 % nearer or farther."""
+    generator = torch.Generator().manual_seed(6)
+    n, width, top_n = 12, 8, 2
+    third = 2 if where == "near" else n - 1
+    z = torch.linspace(1.0, 0.0, n)
+    p = z.double().softmax(-1)
+    x = 0.01 * _unit(generator, n, width).double()  # everyone else: at |s|
+    x[0] = _unit(generator, width)
+    x[1] = nearness * p[0] / p[1] * _unit(generator, width)
+    s = p[0] * x[0] + p[1] * x[1]
+    x[third] = (s + nearer * nearness * p[0] * _unit(generator, width)) / p[third]
+    expected = check(_from_logits(z[None], x, top_n=top_n, tokens="value_raw"))
+    assert float(expected.stats["separability"]) == (0.5 if nearer > 1 else 0.0)
+    low, high = expected.separability
+    assert torch.equal(low, high)  # no tie: it has to be got right
 
 
 def test_identical_opposite_and_zero_value_vectors():
