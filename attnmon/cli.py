@@ -1,4 +1,4 @@
-"""The command line: ``attnmon demo``.
+"""The command line: ``attnmon demo | doctor``.
 
 A command is an entry of ``COMMANDS``: its name, one line of help, a function that declares its arguments and one
 that runs it and returns the exit status. What a command needs beyond the standard library is imported when it
@@ -180,12 +180,32 @@ def _check_writable(directory: Path) -> None:
         raise AttnmonError(f"cannot write to --logdir {directory}: no permission to write in {parent}")
 
 
+def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "target",
+        metavar="MODULE:FACTORY",
+        help="a function without arguments that returns the model, or the model and what to call it with",
+    )
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from attnmon import doctor
+
+    return doctor.run(args.target)
+
+
 COMMANDS = (
     Command(
         "demo",
         "train a small GPT-2 on English text on the CPU, plant a fault half-way, see it found",
         _demo_arguments,
         _demo,
+    ),
+    Command(
+        "doctor",
+        "say which attention modules of a model would be watched, and why others would not, without training",
+        _doctor_arguments,
+        _doctor,
     ),
 )
 

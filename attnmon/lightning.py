@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from attnmon.capture import CoverageRecord
+from attnmon.capture import CoverageRecord, coverage_table
 from attnmon.errors import AttnmonError, AttnmonWarning, MissingExtra
 from attnmon.monitor import Monitor, as_tuple, check_options, watch
 from attnmon.rules import Rule
@@ -87,6 +87,7 @@ class AttentionMonitor(_Base):
         self._model: weakref.ref[Any] | None = None
         self._restored: dict[str, Any] | None = None
         self._steps_before = 0
+        self._told = False
         self._is_open = False
 
     @property
@@ -125,7 +126,7 @@ class AttentionMonitor(_Base):
         writers = [*self._writers, *_writers_for(trainer)] if trainer.is_global_zero else []
         self._monitor = Monitor(pl_module, writers=writers, write_every_n_steps=every, **self._options)
         self._model = weakref.ref(pl_module)
-        self._is_open = False
+        self._is_open = self._told = False
         self._restore()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -156,6 +157,7 @@ class AttentionMonitor(_Base):
         if trainer.global_step != self._steps_before:
             self._is_open = False
             self._monitor.end_step(collective=True)
+            self._tell_coverage(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """An epoch may end inside a micro-batch (a hook returned -1), and validation may follow."""
@@ -188,6 +190,15 @@ class AttentionMonitor(_Base):
             self._restore()
 
     # -- inside ---------------------------------------------------------------------------------------------
+
+    def _tell_coverage(self, trainer: Any) -> None:
+        """After the first measured step: what is watched, and what is not and why."""
+        if self._told or not trainer.is_global_zero:
+            return
+        records = self.coverage()
+        if any(record.status != "waiting" for record in records):
+            self._told = True
+            ConsoleWriter().write_text(f"[attnmon] attention modules:\n{coverage_table(records)}")
 
     def _is_model(self, pl_module: Any) -> bool:
         return self._model is not None and self._model() is pl_module

@@ -28,6 +28,7 @@ LEVELS = {
     "huggingface": 3,
     "cli": 4,
     "demo": 4,
+    "doctor": 4,
     "__init__": 5,
 }
 APART = {1, 3}  # parts of these levels never import one another

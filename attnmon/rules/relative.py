@@ -22,7 +22,7 @@ import numpy as np
 from attnmon.errors import AttnmonError
 from attnmon.rules.base import Hit, Rule, State, check_count, check_number, digits
 from attnmon.rules.baseline import LaggedWindow
-from attnmon.rules.gate import Gate
+from attnmon.rules.gate import Gate, Mask
 from attnmon.rules.heads import FloatVector, Frame
 
 
@@ -38,7 +38,7 @@ class RelativeRule(Rule):
     warmup_steps: int
     window: int
     gap: int
-    min_history: int
+    min_history: int | None
     sd_floor: float
     refresh_every: int
     relearn_every: int
@@ -51,23 +51,28 @@ class RelativeRule(Rule):
     def value(self, x: float) -> float:
         """The metric's value of an x."""
 
+    def enters_baseline(self, x: FloatVector) -> Mask:
+        """Which values say something of a head's normal level."""
+        return np.ones(x.shape, dtype=np.bool_)
+
     def _check_common(self) -> None:
         rule = type(self).__name__
         check_number(rule, "limit", self.limit)
         check_number(rule, "sd_floor", self.sd_floor)
         check_number(rule, "clear_fraction", self.clear_fraction, below=1.0, closed=True)
-        check_count(rule, "min_history", self.min_history, minimum=2)
+        if self.min_history is not None:
+            check_count(rule, "min_history", self.min_history, minimum=2)
         check_count(rule, "warmup_steps", self.warmup_steps, minimum=0)
         for name in ("patience", "clear_steps", "window", "gap", "refresh_every", "relearn_every"):
             check_count(rule, name, getattr(self, name))
-        if self.min_history > self.window:
+        if self.min_history is not None and self.min_history > self.window:
             raise AttnmonError(f"{rule}: min_history must be at most window ({self.window}), not {self.min_history!r}")
 
     def _gate(self) -> Gate:
         return Gate(self.patience, self.clear_steps)
 
     def _baseline(self) -> LaggedWindow:
-        return LaggedWindow(self.window, self.gap, self.min_history, self.sd_floor, self.refresh_every)
+        return LaggedWindow(self.window, self.gap, self.min_history or self.window, self.sd_floor, self.refresh_every)
 
     def new_state(self, num_heads: int) -> State:
         return {
@@ -96,11 +101,11 @@ class RelativeRule(Rule):
             )
             for position in risen.tolist()
         ]
-        accept = measured
+        accept = settled = measured & self.enters_baseline(x)
         opened = state["open"] > 0
         open_steps = state["open_steps"]
         if opened.any():
-            accept = measured & (~opened | (open_steps % self.relearn_every == self.relearn_every - 1))
+            accept = settled & (~opened | (open_steps % self.relearn_every == self.relearn_every - 1))
             open_steps += measured
         self._baseline().push(state, x, accept)
         return hits
@@ -118,11 +123,12 @@ class Growth(RelativeRule):
         warmup_steps: optimizer steps of the run's learning-rate warm-up; the rule is armed from step
             2 * warmup_steps on. Default 100; give the run's own figure if it is longer.
         window, gap: in measured steps. Default 200 and 20.
-        min_history: values in the window before it is used. Default 50, so the rule is never armed before a
-            head's 71st measured step.
+        min_history: values in the window before it is used. Default None, the whole window, so that the rule is
+            armed from a head's 220th measured step on: a window that reaches back to before the heads began
+            to learn is too narrow a normal, and healthy young runs alarm.
         sd_floor: least sd of x. Default 0.05: it takes a factor of at least exp(8 * 0.05) = 1.49.
-        floor: in logits; smaller (and negative) values count as this. Default 1: growth of logits so small
-            is no danger.
+        floor: in logits; smaller (and negative) values count as this, and enter no baseline. Default 1: a head
+            whose logits stay below has not begun to attend, and from there every healthy head grows.
         refresh_every: in measured steps, how often median and sd are computed anew. Default 10.
         relearn_every: while open, one value in so many enters the window. Default 10.
 
@@ -140,7 +146,7 @@ class Growth(RelativeRule):
     warmup_steps: int = 100
     window: int = 200
     gap: int = 20
-    min_history: int = 50
+    min_history: int | None = None
     sd_floor: float = 0.05
     floor: float = 1.0
     refresh_every: int = 10
@@ -152,6 +158,9 @@ class Growth(RelativeRule):
 
     def transform(self, values: FloatVector) -> FloatVector:
         return np.log(np.where(np.isneginf(values), np.nan, np.maximum(values, self.floor)))
+
+    def enters_baseline(self, x: FloatVector) -> Mask:
+        return x > math.log(self.floor)
 
     def value(self, x: float) -> float:
         return math.exp(x)
@@ -176,8 +185,8 @@ class Uniform(RelativeRule):
         clear_steps: ... for so many measured steps in a row; then it can fire again. Default 5.
         warmup_steps: the rule is armed from optimizer step 2 * warmup_steps on. Default 0.
         window, gap: in measured steps. Default 100 and 50.
-        min_history: values in the window before it is used. Default 50, so the rule is never armed before a
-            head's 101st measured step.
+        min_history: values in the window before it is used. Default None, the whole window, so that the rule is
+            armed from a head's 150th measured step on.
         sd_floor: least sd of x. Default 0.05.
         clip: entropy_norm is clipped to [clip, 1 - clip]. Default 0.01: changes among heads that are all but
             one-hot, or all but uniform, are nothing to tell. A head whose normal level is that high cannot alarm.
@@ -198,7 +207,7 @@ class Uniform(RelativeRule):
     warmup_steps: int = 0
     window: int = 100
     gap: int = 50
-    min_history: int = 50
+    min_history: int | None = None
     sd_floor: float = 0.05
     clip: float = 0.01
     refresh_every: int = 10

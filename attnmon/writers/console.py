@@ -50,6 +50,10 @@ class ConsoleWriter(Writer):
             text += f"[attnmon] ... and {len(alerts) - self._limit} more alerts\n"
         self._print(text)
 
+    def write_text(self, text: str) -> None:
+        """Print a text that is neither snapshot nor alert: the coverage table, say."""
+        self._print(text if text.endswith("\n") else text + "\n")
+
     def _print(self, text: str) -> None:
         stream = sys.stderr if self._stream is None else self._stream
         if stream is None:  # a process without a console (pythonw, some services)

@@ -49,16 +49,28 @@ def test_patience_and_no_data(play):
 
 def test_growth_is_armed_after_twice_the_warm_up(play):
     series = [8.0] * 150 + [30.0] * 100  # the jump is 49 steps old when the rule is armed at step 200
-    assert [alert.step for alert in play(Growth(), "max_logit", series)] == [204]
-    assert [alert.step for alert in play(Growth(warmup_steps=0), "max_logit", series)] == [154]
-    assert play(Growth(warmup_steps=125), "max_logit", series[:250]) == []
+    assert [alert.step for alert in play(Growth(min_history=50), "max_logit", series)] == [204]
+    assert [alert.step for alert in play(Growth(warmup_steps=0, min_history=50), "max_logit", series)] == [154]
+    assert play(Growth(warmup_steps=125, min_history=50), "max_logit", series[:250]) == []
 
 
 def test_no_baseline_before_enough_history(play):
-    rule = Growth(warmup_steps=0)
+    rule = Growth(warmup_steps=0, min_history=50)
     assert play(rule, "max_logit", [8.0] * 69 + [30.0] * 4) == []
     assert play(rule, "max_logit", [8.0] * 60 + [30.0] * 5) == []
     assert [alert.step for alert in play(rule, "max_logit", [8.0] * 70 + [30.0] * 5)] == [74]
+
+
+def test_the_baseline_is_a_whole_window_by_default(play):
+    assert play(Growth(), "max_logit", [8.0] * 200 + [30.0] * 19) == []
+    assert [alert.step for alert in play(Growth(), "max_logit", [8.0] * 220 + [30.0] * 5)] == [224]
+
+
+def test_a_young_run_whose_logits_set_out_to_grow_is_healthy(play):
+    # as in a GPT-2 from scratch: flat for 180 steps, then from 0.5 to 4 in 100 and on to 9 in 300
+    rise = [0.5] * 180 + list(np.geomspace(0.5, 4.0, 100)) + list(np.geomspace(4.0, 9.0, 300))
+    assert play(Growth(), "max_logit", rise) == []
+    assert len(play(Growth(), "max_logit", [*rise, *[9.0] * 100, *np.geomspace(9.0, 60.0, 40)])) == 1
 
 
 def test_hysteresis(play):
@@ -95,7 +107,8 @@ def test_no_number_that_is_not_finite_enters_a_baseline(play, rng):
 def test_small_and_negative_logits_are_no_growth(play):
     assert play(Growth(), "max_logit", [-3.0] * 300 + [0.9] * 50) == []
     assert play(Growth(), "max_logit", [0.01] * 300 + [0.9] * 50) == []
-    assert len(play(Growth(), "max_logit", [-3.0] * 300 + [2.0] * 5)) == 1
+    assert play(Growth(), "max_logit", [-3.0] * 300 + [2.0] * 5) == []  # it has only begun to attend
+    assert len(play(Growth(floor=0.1), "max_logit", [0.2] * 300 + [2.0] * 5)) == 1
 
 
 @pytest.mark.parametrize(("factor", "fires"), [(1.001, False), (1.03, True)])
@@ -154,7 +167,7 @@ def test_uniform_slow_drift_is_normal(play, rng):
 )
 def test_bad_parameters_name_what_is_accepted(rule, name, bad, accepted):
     with pytest.raises(AttnmonError, match=rf"{rule.__name__}: .*{accepted}"):
-        rule(**{name: bad})
+        rule(**{"min_history": 50, name: bad})
 
 
 def test_bad_floor_and_clip():

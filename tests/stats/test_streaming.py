@@ -29,6 +29,16 @@ PLAIN = {
     "dtype": torch.float32,
 }
 
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """Tensors this small are several times slower when threads have to be waited for."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 # ---- agreement with the reference
 
 
