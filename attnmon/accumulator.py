@@ -46,7 +46,7 @@ class Accumulator:
         self._on_fault = on_fault
         self._matrices: dict[str, Tensor] = {}
         # the masks stay referenced, or another mask could come to lie at the same address
-        self._plans: dict[Any, tuple[Plan, Tensor | None, Tensor | None]] = {}
+        self._plans: dict[Any, tuple[Plan, tuple[Any, ...]]] = {}
         self.next_draw = 1  # where the next step's sampling goes on; part of a monitor's saved state
         self._calls: Counter[str] = Counter()
 
@@ -89,17 +89,23 @@ class Accumulator:
         with torch.no_grad():
             plan = make_plan(call, self.settings, self._draw(site))
             index = plan.positions[:, None, :, None]
-            chosen = call.logits[plan.sequences]
-            rows = chosen.gather(2, index.expand(-1, chosen.shape[1], -1, chosen.shape[3]))
+
+            def rows_of(tensor: Tensor) -> Tensor:
+                chosen = tensor[plan.sequences]
+                return chosen.gather(2, index.expand(-1, chosen.shape[1], -1, chosen.shape[3]))
+
+            weights = None if call.weights is None else rows_of(call.weights)
+            sampled = replace(call, logits=rows_of(call.logits), weights=weights)
+            if call.positions is not None:
+                plan.positions = call.positions[plan.positions]
             plan.gathered = True
-            return _Sampled(replace(call, logits=rows), plan)
+            return _Sampled(sampled, plan)
 
     def complete(self, site: Site, token: Any, value: Tensor | None) -> None:
         """Reduce a sampled call, with its values if they were seen."""
         sampled: _Sampled = token
         call = sampled.call
         assert call.logits is not None
-        site.route = "eager"
         with torch.no_grad():
             if value is not None:
                 value = _as_values(value.detach(), call.logits)
@@ -143,12 +149,12 @@ class Accumulator:
             return make_plan(call, self.settings, draw)
         key = (
             draw, call.query.shape[0], call.query.shape[2], call.key.shape[2], call.query.device, call.is_causal,
-            call.causal_offset, call.window, call.is_cross, _identity(mask), _identity(padding),
+            call.causal_offset, call.window, call.is_cross, _identity(mask), _identity(padding), id(call.mask_mod),
         )  # fmt: skip
         if key not in self._plans:
             if len(self._plans) >= _PLANS_KEPT:
                 del self._plans[next(iter(self._plans))]
-            self._plans[key] = (make_plan(call, self.settings, draw), mask, padding)
+            self._plans[key] = (make_plan(call, self.settings, draw), (mask, padding, call.mask_mod))
         return self._plans[key][0]
 
 

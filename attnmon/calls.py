@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attnmon.errors import AttnmonError, UnsupportedAttention
+from attnmon.mods import MaskMod, ScoreMod, differs_by_head
 from attnmon.types import AttentionCall
 
 
@@ -27,6 +28,8 @@ def make_call(
     cu_seqlens: Tensor | None = None,
     hidden: Tensor | None = None,
     is_cross: bool = False,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
 ) -> AttentionCall:
     """Validate the arguments of a call and bring them to one form.
 
@@ -91,6 +94,9 @@ def make_call(
         cu_seqlens=cu_seqlens,
         hidden=None if hidden is None else hidden.detach(),
         is_cross=is_cross,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        mask_mod_by_head=mask_mod is not None and differs_by_head(mask_mod, query.device),
     )
 
 

@@ -16,7 +16,7 @@ Tensors are always laid out [B, H, L, D].
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +63,14 @@ class AttentionCall:
         hidden: [B, Lk, E] hidden states the keys were made of, for ``tokens="hidden"``.
         is_cross: keys come from another sequence than queries; then no query is taken for padding
             because its key is masked.
+        score_mod: (score, b, h, q, kv) -> score, of flex attention: changes scale * q.k before masks; a score
+            that it puts as low as a mask hides the key.
+        mask_mod: (b, h, q, kv) -> bool, True = visible, of flex attention.
+        mask_mod_by_head: the mask function reads its head index.
+        positions: [R] int64, the query positions that ``logits`` [B, H, R, Lk] holds; None means all.
+        weights: [B, H, Lq, Lk], what a normaliser other than softmax made of ``logits``; or None.
+        normaliser: (logits [..., Lk]) -> weights, the function itself, given with ``weights``.
+        alpha: of alpha-entmax (2 for sparsemax), the normaliser's; a number, or [H or 1] by head.
     """
 
     query: Tensor | None
@@ -81,6 +89,13 @@ class AttentionCall:
     cu_seqlens: Tensor | None = None
     hidden: Tensor | None = None
     is_cross: bool = False
+    score_mod: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
+    mask_mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
+    mask_mod_by_head: bool = False
+    positions: Tensor | None = None
+    weights: Tensor | None = None
+    normaliser: Callable[[Tensor], Tensor] | None = None
+    alpha: float | Tensor = 1.0
 
     @property
     def tau(self) -> float:
@@ -89,9 +104,17 @@ class AttentionCall:
 
     @property
     def num_heads(self) -> int:
+        return int(self._source.shape[1])
+
+    @property
+    def num_sequences(self) -> int:
+        return int(self._source.shape[0])
+
+    @property
+    def _source(self) -> Tensor:
         source = self.logits if self.query is None else self.query
         assert source is not None
-        return int(source.shape[1])
+        return source
 
 
 @dataclass(frozen=True, slots=True, eq=False)

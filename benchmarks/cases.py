@@ -28,9 +28,9 @@ OVERHEAD = (
     OverheadCase(layers=4, dim=512, heads=8, length=256, batch=4, vocab=256),
     OverheadCase(layers=4, dim=512, heads=8, length=512, batch=4, vocab=256),
     OverheadCase(layers=4, dim=512, heads=8, length=1024, batch=2, vocab=256),
-    OverheadCase(layers=12, dim=768, heads=12, length=256, batch=2, vocab=50257),
-    OverheadCase(layers=12, dim=768, heads=12, length=512, batch=1, vocab=50257),
-    OverheadCase(layers=12, dim=768, heads=12, length=1024, batch=1, vocab=50257),
+    OverheadCase(layers=12, dim=768, heads=12, length=256, batch=4, vocab=50257),
+    OverheadCase(layers=12, dim=768, heads=12, length=512, batch=4, vocab=50257),
+    OverheadCase(layers=12, dim=768, heads=12, length=1024, batch=2, vocab=50257),
 )
 
 OVERHEAD_QUICK = (OverheadCase(layers=2, dim=64, heads=4, length=128, batch=4, vocab=256),)

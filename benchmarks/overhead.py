@@ -1,4 +1,4 @@
-"""What a training step costs with the monitor off, with it on, and with what one would do without it."""
+"""What a training step costs with the monitor off, on, attached but not measuring, and with the eager way."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import attnmon
 from benchmarks.cases import OverheadCase
 
-VARIANTS = ("off", "on", "eager")
-"""off: the bare step. on: ``attnmon.watch`` with its defaults, every step. eager: ``attn_implementation="eager"``,
+VARIANTS = ("off", "on", "idle", "eager")
+"""off: the bare step. on: ``attnmon.watch`` with its defaults, every step. idle: the same with
+``every_n_steps=1000``, steps that are not measured. eager: ``attn_implementation="eager"``,
 ``output_attentions=True`` and the mean entropy of each head from the returned weights, in float32."""
 
 
@@ -65,6 +66,7 @@ def steppers(models: dict[str, nn.Module]) -> tuple[dict[str, Callable[[Tensor],
     """A training step for each variant, and the monitor of the one that is watched."""
     optimizers = {variant: torch.optim.AdamW(model.parameters(), lr=1e-4) for variant, model in models.items()}
     monitor = attnmon.watch(models["on"])
+    idle_monitor = attnmon.watch(models["idle"], every_n_steps=1000)
 
     def update(variant: str) -> None:
         optimizers[variant].step()
@@ -79,13 +81,18 @@ def steppers(models: dict[str, nn.Module]) -> tuple[dict[str, Callable[[Tensor],
             loss_of(models["on"](tokens).logits, tokens).backward()
         update("on")
 
+    def idle(tokens: Tensor) -> None:
+        with idle_monitor.step():
+            loss_of(models["idle"](tokens).logits, tokens).backward()
+        update("idle")
+
     def eager(tokens: Tensor) -> None:
         output = models["eager"](tokens, output_attentions=True)
         entropies(output.attentions)
         loss_of(output.logits, tokens).backward()
         update("eager")
 
-    return {"off": off, "on": on, "eager": eager}, monitor
+    return {"off": off, "on": on, "idle": idle, "eager": eager}, monitor
 
 
 def measure(case: OverheadCase, repeats: int, warmup: int) -> dict[str, Any]:
@@ -127,7 +134,7 @@ def quantiles(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "q20": fifths[0], "q80": fifths[3]}
 
 
-COLUMNS = ("case", "batch", "off (s)", "on (s)", "eager (s)", "on / off", "eager / off")
+COLUMNS = ("case", "batch", *(f"{name} (s)" for name in VARIANTS), *(f"{name} / off" for name in VARIANTS[1:]))
 
 
 def row(result: dict[str, Any]) -> list[str]:

@@ -15,6 +15,7 @@ LEVELS = {
     "errors": 0,
     "types": 0,
     "metrics": 0,
+    "mods": 0,
     "calls": 0,
     "stats": 1,
     "capture": 1,

@@ -2,8 +2,10 @@
 
 The softmax's input is, to the last bit, what the definitions call logits: scale, softcap, bias and masks are in
 it. What it does not tell is the scale, which the tracker follows through the arithmetic from product to softmax
-(and on queries and keys that were scaled beforehand), and the values, which appear in the product afterwards.
-Tensors are told apart by identity; of the tensors of L x L none is kept beyond the operation that reads it.
+(and on queries and keys that were scaled beforehand), and the values, which appear in the product afterwards. Two
+things between product and softmax are not part of the logits: a learned sink, one more column that has no key and
+is dropped after the softmax, and a number subtracted from a whole row. Tensors are told apart by identity; of the
+tensors of L x L none is kept beyond the operation that reads it (before a sink or a shift: beyond the softmax).
 """
 
 from __future__ import annotations
@@ -17,21 +19,45 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnmon.capture.products import contracted_size, values_of
+
 _PRODUCTS: frozenset[Any] = frozenset(
-    {torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__, torch.baddbmm, Tensor.baddbmm, torch.einsum}
+    {torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__, torch.einsum}
+    | {torch.baddbmm, Tensor.baddbmm, Tensor.baddbmm_}
 )
+_BIASED_PRODUCTS: frozenset[Any] = frozenset({torch.baddbmm, Tensor.baddbmm, Tensor.baddbmm_})
 _MULTIPLY: frozenset[Any] = frozenset(
-    {torch.mul, torch.multiply, Tensor.mul, Tensor.mul_, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__}
+    {torch.mul, torch.multiply, Tensor.mul, Tensor.mul_, Tensor.multiply, Tensor.multiply_}
+    | {Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__}
 )
 _DIVIDE: frozenset[Any] = frozenset(
-    {torch.div, torch.divide, torch.true_divide, Tensor.div, Tensor.div_, Tensor.divide}
-    | {Tensor.__truediv__, Tensor.__itruediv__, Tensor.true_divide}
+    {torch.div, torch.divide, torch.true_divide, Tensor.div, Tensor.div_, Tensor.divide, Tensor.divide_}
+    | {Tensor.__truediv__, Tensor.__itruediv__, Tensor.true_divide, Tensor.true_divide_}
 )
-_SOFTMAX: frozenset[Any] = frozenset({torch.softmax, F.softmax, Tensor.softmax, torch.nn.functional.softmax})
+_SUBTRACT: frozenset[Any] = frozenset(
+    {torch.sub, torch.subtract, Tensor.sub, Tensor.sub_, Tensor.subtract, Tensor.__sub__, Tensor.__isub__}
+)
+_CONCATENATE: frozenset[Any] = frozenset({torch.cat, torch.concat, torch.concatenate})
+_SOFTMAX: frozenset[Any] = frozenset({torch.softmax, F.softmax, Tensor.softmax, torch.special.softmax})
 _NORMALISE: frozenset[Any] = frozenset({F.layer_norm, F.rms_norm, F.normalize, F.group_norm, torch.layer_norm})
+_PROJECT: frozenset[Any] = frozenset({F.linear, F.conv1d, F.embedding, torch.addmm, Tensor.addmm, torch.mm, Tensor.mm})
+_CASTS: frozenset[Any] = frozenset(
+    {Tensor.to, Tensor.type, Tensor.type_as, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double}
+    | {Tensor.contiguous, torch.clone, Tensor.clone, Tensor.detach}
+)
+_RESHAPES: frozenset[Any] = frozenset(
+    {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.unflatten, torch.unflatten}
+    | {Tensor.squeeze, torch.squeeze, Tensor.unsqueeze, torch.unsqueeze, Tensor.view_as, Tensor.reshape_as}
+)
+_PIECES: frozenset[Any] = frozenset(
+    {Tensor.__getitem__, Tensor.chunk, torch.chunk, Tensor.split, torch.split, Tensor.unbind, torch.unbind}
+    | {Tensor.narrow, torch.narrow, Tensor.split_with_sizes, torch.split_with_sizes, Tensor.tensor_split}
+)
 
-HANDLED = _PRODUCTS | _MULTIPLY | _DIVIDE | _SOFTMAX
-_MAX_SCALED = 8  # scaled tensors remembered per module call; queries and keys are among the last few
+_PARTS = _PIECES | _CONCATENATE  # a result smaller or larger than what it is made of
+
+_MAX_SCALED = 24  # scaled tensors remembered per module call: queries and keys on their way through a rotation
+_MAX_SCORES = 3  # products on their way to a softmax: content and positions, say
 
 
 @dataclass(slots=True)
@@ -39,6 +65,9 @@ class _Scores:
     tensor: Tensor
     factor: float | None  # None: multiplied by something whose value is not known without waiting for it
     head_dim: int
+    logits: Tensor | None = None  # ``tensor`` before a sink was appended or the rows were shifted
+    sinks: Tensor | None = None  # [H]
+    trouble: str = ""  # why this cannot be measured, should it reach a softmax
 
 
 @dataclass(slots=True)
@@ -48,6 +77,7 @@ class SoftmaxSeen:
     logits: Tensor
     scale: float
     head_dim: int
+    sinks: Tensor | None = None
 
 
 class SoftmaxListener(Protocol):
@@ -56,143 +86,293 @@ class SoftmaxListener(Protocol):
     def softmax(self, seen: SoftmaxSeen) -> Any:
         """Its input, before anything else happens to it; the answer is handed back with the values."""
 
-    def values(self, token: Any, values: Tensor | None) -> None:
-        """The values, or None if the module ended without a product."""
+    def values(self, token: Any, values: Tensor | None, *, used: bool) -> None:
+        """The values, or None if they are unclear; ``used``: whether the weights entered a product at all."""
 
     def refused(self, reason: str, tensor: Tensor) -> None:
         """A softmax that cannot be measured, and some tensor of it."""
 
 
 class EagerTracker:
-    """Follows one module's arithmetic; told of every torch call the module makes, after it was made."""
+    """Follows one module's arithmetic; told of every torch call the module makes, after it was made.
 
-    def __init__(self, listener: SoftmaxListener) -> None:
+    Args:
+        listener: told of each softmax over keys.
+        outer: the tracker of the enclosing module: a softmax, a mask or dropout may be a small module of its own.
+    """
+
+    def __init__(self, listener: SoftmaxListener, outer: EagerTracker | None = None) -> None:
         self._listener = listener
-        self._scores: _Scores | None = None
+        self._outer = outer
+        self._scores: list[_Scores] = []
         self._scaled: list[tuple[Tensor, float]] = []
         self._probs: Tensor | None = None
+        self._sink_columns = 0  # columns that ``_probs`` still has for a sink
         self._token: Any = None
 
     def saw(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """Look at one torch call and its result."""
-        if not isinstance(result, Tensor):
+        operands = _operands(args, kwargs)
+        if not operands:
             return
+        tracker: EagerTracker | None = self
+        while tracker is not None:
+            if tracker._takes(func, args, kwargs, operands, result):
+                return
+            tracker = tracker._outer
         if func in _PRODUCTS:
-            self._product(func, args, kwargs, result)
-            return
-        if func in _SOFTMAX:
-            self._softmax(args, kwargs, result)
-            return
-        scores, probs = self._scores, self._probs
-        for argument in args[:3]:
-            if probs is not None and argument is probs:
-                if result.shape == probs.shape:
-                    self._probs = result  # dropout, cast
-                return
-            if scores is not None and argument is scores.tensor:
-                self._pass_scores(scores, func, args, result)
-                return
-        self._pass_scaled(func, args, result)
+            if isinstance(result, Tensor):
+                self._product(func, args, kwargs, result)
+        elif func in _SOFTMAX:
+            source = operands[0]
+            if source.dim() == 4 and _dim_of(args, kwargs) in (-1, 3):
+                reason = "a softmax over logits that attnmon did not see made from queries and keys"
+                self._listener.refused(reason, source)
+        else:
+            self._pass_scaled(func, args, operands, result)
+
+    def factor_of(self, tensor: Tensor) -> float:
+        """What a tensor was multiplied by since it left its projection."""
+        tracker: EagerTracker | None = self
+        while tracker is not None:
+            for known, factor in reversed(tracker._scaled):
+                if known is tensor:
+                    return factor
+            for scores in tracker._scores:  # queries made by a product, then scaled
+                if scores.tensor is tensor:
+                    return 1.0 if scores.factor is None else scores.factor
+            tracker = tracker._outer
+        return 1.0
 
     def finish(self) -> None:
         """The module's forward has ended."""
         if self._token is not None:
-            self._deliver(None)
-        self._scores = self._probs = None
+            self._deliver(None, used=False)
+        self._probs = None
+        self._scores.clear()
         self._scaled.clear()
 
-    def _deliver(self, values: Tensor | None) -> None:
-        token, self._token, self._probs = self._token, None, None
-        self._listener.values(token, values)
+    def _deliver(self, values: Tensor | None, *, used: bool) -> None:
+        token, self._token, self._probs, self._sink_columns = self._token, None, None, 0
+        self._listener.values(token, values, used=used)
 
-    # -- the steps ------------------------------------------------------------------------------------------
+    # -- what is on its way --------------------------------------------------------------------------------
+
+    def _takes(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], operands: list[Tensor], result: Any
+    ) -> bool:
+        """Whether the call is one with this tracker's weights or scores; then it is dealt with."""
+        probs = self._probs
+        if probs is not None:
+            for operand in operands:
+                if operand is probs:
+                    self._pass_probs(func, args, kwargs, probs, result)
+                    return True
+        if self._scores:
+            for operand in operands:
+                for scores in self._scores:
+                    if scores.tensor is operand:
+                        return self._take_scores(func, args, kwargs, operands, scores, result)
+        return False
+
+    def _take_scores(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], operands: list[Tensor], scores: _Scores,
+        result: Any,
+    ) -> bool:  # fmt: skip
+        if func in _SOFTMAX:
+            self._softmax(scores, _dim_of(args, kwargs), result)
+            return True
+        if func in _PRODUCTS:
+            return False  # queries that were themselves made by a product
+        if func in _CONCATENATE:
+            self._concatenate(scores, operands, _dim_of(args, kwargs, default=0), result)
+        elif func is F.pad:
+            self._pad(scores, args, kwargs, result)
+        elif isinstance(result, Tensor):
+            self._pass_scores(scores, func, args, operands, result)
+        return True
 
     def _product(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor) -> None:
-        equation = None
-        factor = 1.0
-        if func is torch.einsum:
-            equation, *operands = args
-            if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
-                operands = list(operands[0])
-            if not isinstance(equation, str):
-                return
-        elif func in (torch.baddbmm, Tensor.baddbmm):
-            operands = list(args[1:3])
-            factor = float(kwargs.get("alpha", 1.0))
-        else:
-            operands = list(args[:2]) if len(args) > 1 else [*args, *kwargs.values()]
-        if len(operands) != 2 or not all(isinstance(operand, Tensor) for operand in operands):
+        found = _product_operands(func, args, kwargs)
+        if found is None:
             return
-        left, right = operands
-        if self._probs is not None and (left is self._probs or right is self._probs):
-            values = _values_of(equation, left, right, left_is_probs=left is self._probs)
-            self._deliver(values)
-            return
+        equation, left, right = found
         if left.dim() < 3 or right.dim() < 3:
             return
-        head_dim = left.shape[-1] if equation is None else _contracted(equation, left, right)
+        head_dim = left.shape[-1] if equation is None else contracted_size(equation, left, right)
         if head_dim is None:
             return
+        factor = 1.0
+        if func in _BIASED_PRODUCTS:
+            factor = float(kwargs.get("alpha", 1.0))
         for operand in (left, right):
-            factor *= self._factor_of(operand)
-        self._scores = _Scores(result, factor, head_dim)
+            factor *= self.factor_of(operand)
+        # what was made by a product and enters another was no score
+        self._scores = [known for known in self._scores if known.tensor is not left and known.tensor is not right]
+        self._scores = [*self._scores[-_MAX_SCORES + 1 :], _Scores(result, factor, head_dim)]
 
-    def _softmax(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor) -> None:
-        source = args[0] if args else kwargs.get("input")
-        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-        if not isinstance(source, Tensor) or source.dim() < 3 or dim not in (-1, source.dim() - 1):
+    def _softmax(self, scores: _Scores, dim: Any, result: Any) -> None:
+        source = scores.tensor
+        if source.dim() < 3 or not isinstance(result, Tensor):
             return
-        scores = self._scores
-        if scores is None or scores.tensor is not source:
-            if source.dim() == 4:
-                self._listener.refused(
-                    "a softmax over logits that attnmon did not see made from queries and keys", source
-                )
-            return
-        self._scores = None
+        self._scores.clear()
         if self._token is not None:  # two softmaxes in a row: the first one's values were not found
-            self._deliver(None)
+            self._deliver(None, used=False)
+        if dim not in (-1, source.dim() - 1):
+            self._listener.refused("a softmax over another axis than the last", source)
+            return
+        if scores.trouble:
+            self._listener.refused(scores.trouble, source)
+            return
         if scores.factor is None:
             self._listener.refused("the logits are scaled by a tensor whose value is not known to the host", source)
             return
         if not scores.factor > 0:
             self._listener.refused("the logits are scaled by a number that is not positive", source)
             return
-        self._token = self._listener.softmax(SoftmaxSeen(source, scores.factor, scores.head_dim))
+        logits = source if scores.logits is None else scores.logits
+        self._token = self._listener.softmax(SoftmaxSeen(logits, scores.factor, scores.head_dim, scores.sinks))
         self._probs = result if self._token is not None else None
+        self._sink_columns = 0 if scores.sinks is None else 1
 
-    def _pass_scores(self, scores: _Scores, func: Any, args: tuple[Any, ...], result: Tensor) -> None:
-        if result.numel() != scores.tensor.numel() or result.dtype == torch.bool:
+    def _replace(self, scores: _Scores, *others: _Scores) -> None:
+        self._scores = [known for known in self._scores if known is not scores] + list(others)
+
+    def _pass_scores(
+        self, scores: _Scores, func: Any, args: tuple[Any, ...], operands: list[Tensor], result: Tensor
+    ) -> None:
+        tensor = scores.tensor
+        if result.dtype == torch.bool or result.numel() < tensor.numel() or result.dim() < 3:
             return
-        factor = scores.factor
+        factor, logits, sinks, trouble = scores.factor, scores.logits, scores.sinks, scores.trouble
         if func in _MULTIPLY or func in _DIVIDE:
-            others = [argument for argument in args[:2] if argument is not scores.tensor]
+            others = [argument for argument in args[:2] if argument is not tensor]
             change = _number(others[0]) if others else math.nan
             if func in _DIVIDE and change:
                 change = 1.0 / change
             factor = None if factor is None or change is None else factor * change
-        self._scores = _Scores(result, factor, scores.head_dim)
+        else:
+            for other in self._scores:  # the sum of two products
+                if other is not scores and any(other.tensor is operand for operand in operands):
+                    factor = factor if factor == other.factor else None
+        if func in _SUBTRACT and _is_row_shift(args, tensor):
+            logits = tensor if logits is None else logits
+        elif logits is not None and func not in _CASTS:
+            trouble = trouble or "the logits are changed after a sink was appended or each row was shifted"
+        self._scores = [known for known in self._scores if not any(known.tensor is operand for operand in operands)]
+        self._scores.append(_Scores(result, factor, scores.head_dim, logits, sinks, trouble))
 
-    def _pass_scaled(self, func: Any, args: tuple[Any, ...], result: Tensor) -> None:
-        if result.dim() < 3 or func in _NORMALISE:
+    def _concatenate(self, scores: _Scores, operands: list[Tensor], dim: Any, result: Any) -> None:
+        tensor = scores.tensor
+        if not isinstance(result, Tensor) or dim not in (-1, tensor.dim() - 1):
             return
-        tensors = [argument for argument in args[:2] if isinstance(argument, Tensor)]
+        others = [operand for operand in operands if operand is not tensor]
+        if len(others) == 1 and others[0].shape[-1] == 1 and scores.sinks is None:
+            sinks = _per_head(others[0])
+            trouble = "" if sinks is not None else "a column without a key that differs from row to row"
+            kept = _Scores(result, scores.factor, scores.head_dim, tensor, sinks, scores.trouble or trouble)
+        else:  # the keys of two sources, say
+            kept = _Scores(result, scores.factor, scores.head_dim, None, None, scores.trouble)
+            if scores.logits is not None:
+                kept.trouble = "the logits are joined to others after each row was shifted or a sink was appended"
+        self._replace(scores, kept)
+
+    def _pad(self, scores: _Scores, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        if not isinstance(result, Tensor):
+            return
+        tensor = scores.tensor
+        width = kwargs.get("pad", args[1] if len(args) > 1 else ())
+        value = kwargs.get("value", args[3] if len(args) > 3 else None)
+        trouble = scores.trouble
+        sinks = None
+        if tensor.dim() == 4 and len(width) == 2 and sum(width) == 1 and scores.logits is None:
+            sinks = tensor.new_full((tensor.shape[1],), 0.0 if value is None else float(value))
+        else:
+            trouble = trouble or "the logits are padded"
+        self._replace(scores, _Scores(result, scores.factor, scores.head_dim, tensor, sinks, trouble))
+
+    def _pass_probs(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], probs: Tensor, result: Any
+    ) -> None:
+        if func in _PRODUCTS:
+            found = _product_operands(func, args, kwargs)
+            if found is None:
+                return
+            equation, left, right = found
+            if self._sink_columns:
+                self._token, self._probs, self._sink_columns = None, None, 0
+                self._listener.refused("a column was appended to the logits that has values of its own", probs)
+                return
+            self._deliver(values_of(equation, left, right, left_is_probs=left is probs), used=True)
+            return
+        pieces = result if isinstance(result, (tuple, list)) else (result,)
+        for piece in pieces:
+            if not isinstance(piece, Tensor) or not piece.is_floating_point():
+                continue
+            if piece.shape == probs.shape or (func in _RESHAPES and piece.numel() == probs.numel()):
+                self._probs = piece  # dropout, cast, [B, H, L, L] as [B * H, L, L]
+                return
+            if self._sink_columns and func in _PIECES and piece.dim() == probs.dim():
+                if piece.shape[-1] == probs.shape[-1] - 1 and piece.shape[:-1] == probs.shape[:-1]:
+                    self._probs, self._sink_columns = piece, 0
+                    return
+
+    def _pass_scaled(self, func: Any, args: tuple[Any, ...], operands: list[Tensor], result: Any) -> None:
+        """Queries or keys on their way from their projection to the product."""
+        if func in _NORMALISE or func in _PROJECT:
+            return
+        pieces = result if isinstance(result, (tuple, list)) else (result,)
+        first = pieces[0] if pieces else None
+        if not isinstance(first, Tensor) or first.dim() < 3 or not first.is_floating_point():
+            return
         factor = 1.0
-        for tensor in tensors[:1] if len(tensors) > 1 else tensors:
-            if tensor.numel() == result.numel():
-                factor = self._factor_of(tensor)
+        for operand in operands:
+            factor = self.factor_of(operand)
+            if factor != 1.0:
+                break
+        if func in _CONCATENATE and any(self.factor_of(operand) != factor for operand in operands):
+            factor = 1.0
         if func in _MULTIPLY or func in _DIVIDE:
             numbers = [_number(argument) for argument in args[:2] if not _is_big(argument)]
             if len(numbers) == 1 and numbers[0] is not None and numbers[0] != 0:
                 factor *= 1.0 / numbers[0] if func in _DIVIDE else numbers[0]
+        elif func not in _PARTS and first.numel() < max(operand.numel() for operand in operands):
+            return  # a sum, say
         if factor != 1.0:
-            self._scaled = [*self._scaled[-_MAX_SCALED + 1 :], (result, factor)]
+            news = [(piece, factor) for piece in pieces if isinstance(piece, Tensor)]
+            self._scaled = [*self._scaled, *news][-_MAX_SCALED:]
 
-    def _factor_of(self, tensor: Tensor) -> float:
-        for known, factor in reversed(self._scaled):
-            if known is tensor:
-                return factor
-        return 1.0
+
+def _operands(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for argument in (*args, *kwargs.values()):
+        if isinstance(argument, Tensor):
+            found.append(argument)
+        elif isinstance(argument, (list, tuple)):
+            found += [item for item in argument if isinstance(item, Tensor)]
+    return found
+
+
+def _product_operands(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[str | None, Tensor, Tensor] | None:
+    equation = None
+    if func is torch.einsum:
+        equation, *rest = args
+        operands = _operands(tuple(rest), {})
+        if not isinstance(equation, str):
+            return None
+    else:
+        operands = _operands(args, {name: given for name, given in kwargs.items() if name != "out"})
+        if func in _BIASED_PRODUCTS:
+            operands = operands[1:]
+    return (equation, operands[0], operands[1]) if len(operands) == 2 else None
+
+
+def _dim_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], default: Any = None) -> Any:
+    if "dim" in kwargs or "axis" in kwargs:
+        return kwargs.get("dim", kwargs.get("axis"))
+    return args[1] if len(args) > 1 else default
 
 
 def _is_big(argument: Any) -> bool:
@@ -200,55 +380,36 @@ def _is_big(argument: Any) -> bool:
 
 
 def _number(argument: Any) -> float | None:
-    """The value of a number; of a one-element tensor only where reading it does not wait for a device."""
+    """The value of a factor; of a tensor only where reading it does not wait for a device, 1 if it is no scale."""
     if isinstance(argument, Tensor):
         if argument.numel() != 1:
-            return 1.0  # a mask or a per-key factor: no scale
+            # one number a head is a temperature; what differs along rows or keys is a mask or a bias
+            is_scale = argument.dim() >= 3 and argument.shape[-1] == 1 and argument.shape[-2] == 1
+            return None if is_scale else 1.0
         if torch.compiler.is_compiling() or argument.device.type != "cpu":
             return None
         return float(argument.detach())
     return float(argument) if isinstance(argument, (int, float)) else 1.0
 
 
-def _subscripts(equation: str) -> tuple[str, str, str] | None:
-    equation = equation.replace(" ", "")
-    if "->" not in equation or "." in equation:
-        return None
-    inputs, output = equation.split("->")
-    parts = inputs.split(",")
-    return (parts[0], parts[1], output) if len(parts) == 2 else None
+def _is_row_shift(args: tuple[Any, ...], tensor: Tensor) -> bool:
+    """Whether something is subtracted that is the same for a whole row, its maximum say."""
+    if len(args) < 2 or args[0] is not tensor:
+        return False
+    other = args[1]
+    return isinstance(other, Tensor) and (other.dim() == 0 or other.shape[-1] == 1 < tensor.shape[-1])
 
 
-def _contracted(equation: str, left: Tensor, right: Tensor) -> int | None:
-    """Size of the contracted axes of q.k; None if this is not a product of queries and keys."""
-    names = _subscripts(equation)
-    if names is None:
+def _per_head(column: Tensor) -> Tensor | None:
+    """[H] from [B, H, Lq, 1] if it says the same of every sequence and query."""
+    if column.dim() != 4:
         return None
-    first, second, output = names
-    summed = [axis for axis in first if axis in second and axis not in output]
-    if len(summed) != 1 or len(output) < 3 or output[-2] not in first or output[-1] not in second:
-        return None
-    del right
-    return int(left.shape[first.index(summed[0])])
-
-
-def _values_of(equation: str | None, left: Tensor, right: Tensor, *, left_is_probs: bool) -> Tensor | None:
-    """The values as [..., Lk, Dv], their leading axes in the order of the weights'; None if unclear."""
-    if equation is None:
-        return right if left_is_probs else None
-    names = _subscripts(equation)
-    if names is None:
-        return None
-    probs, values = (names[0], names[1]) if left_is_probs else (names[1], names[0])
-    tensor = right if left_is_probs else left
-    own = [axis for axis in values if axis not in probs]
-    if len(own) != 1 or probs[-1] not in values:
-        return None
-    leading = [axis for axis in probs[:-2] if axis in values]
-    if len(leading) + 2 != len(values):
-        return None
-    tensor = tensor.permute(*(values.index(axis) for axis in (*leading, probs[-1], own[0])))
-    for position, axis in enumerate(probs[:-2]):
-        if axis not in values:
-            tensor = tensor.unsqueeze(position)
-    return tensor
+    column = column.detach()
+    batch, _, length, _ = column.shape
+    same = (batch == 1 or column.stride(0) == 0) and (length == 1 or column.stride(2) == 0)
+    if not same:
+        if torch.compiler.is_compiling() or column.device.type != "cpu":
+            return None
+        if not bool((column == column[:1, :, :1]).all()):
+            return None
+    return column[0, :, 0, 0]

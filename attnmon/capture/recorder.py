@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -11,16 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnmon.calls import make_call, normalise_window
+from attnmon.capture import flex, traced
 from attnmon.capture import modules as names
-from attnmon.capture import traced
 from attnmon.capture.coverage import CoverageRecord, Site
 from attnmon.capture.eager import EagerTracker, SoftmaxSeen
+from attnmon.capture.flex import FlexPatch
 from attnmon.capture.hooks import AfterForward, BeforeForward
 from attnmon.capture.torch_calls import CallMode, Described, describe_mha, describe_sdpa, four_axes
 from attnmon.errors import AttnmonError, UnsupportedAttention
 from attnmon.types import AttentionCall
 
 _TRACED_SEQUENCES = 4
+_TRACED_ROWS = 64  # of flex attention: evenly spaced; the sampled ones are among them
 
 
 class Observer(Protocol):
@@ -93,7 +96,8 @@ class Recorder:
         self._watched = _find(model, include, exclude)
         self._sites = [site for _, site in self._watched]
         self._order = {site.path: index for index, site in enumerate(self._sites)}
-        self._patches: list[Patch] = []  # functions replaced during a measured step
+        self._patches: list[Patch] = [FlexPatch(self)]  # functions replaced during a measured step
+        self._flex_operator: Any = None
         self._handles: list[Any] = []
         self._hooked: frozenset[int] = frozenset()
         self._mode = CallMode(self._report)
@@ -103,6 +107,7 @@ class Recorder:
         self._number = traced.register(self)
         self._buffers: dict[torch.device, Tensor] = {}
         self._active = False
+        self._thread = threading.get_ident()
         self._suppressed = 0  # depth of functions whose inner torch calls are not calls of their own
         self._was_traced = False
         self._wide = True
@@ -151,6 +156,8 @@ class Recorder:
             self._buffers = {device: torch.zeros(1, device=device) for device in self._devices()}
         for patch in self._patches:
             patch.install()
+        self._flex_operator = flex.operator()
+        self._thread = threading.get_ident()
         self._active = True
         if self._wide and torch.is_grad_enabled():
             self._enter_mode(-1)
@@ -209,12 +216,19 @@ class Recorder:
         if torch.compiler.is_compiling():
             self._was_traced = True
             if self._active:
-                self._trail.append(_Frame(index, EagerTracker(_TracedCalls(self, index)), None))
+                hidden = _hidden_of(args, kwargs) if self._with_hidden else None
+                self._trail.append(_Frame(index, EagerTracker(_TracedCalls(self, index)), hidden))
             return
         # activation checkpointing runs the forward again inside backward; it was counted the first time
         if not self._active or _in_backward():
             return
-        self._push(index, args, kwargs)
+        site = self._sites[index]
+        try:
+            if threading.get_ident() != self._thread:
+                raise UnsupportedAttention("called from a thread other than the step's own, as nn.DataParallel does")
+            self._push(index, args, kwargs)
+        except Exception as error:  # nothing of ours may end the user's forward
+            self._observer.fault(site, error)
 
     def leave(self, index: int) -> None:
         """A watched module's forward has ended."""
@@ -223,11 +237,12 @@ class Recorder:
                 self._trail.pop().tracker.finish()
             return
         stack = self._stack
-        if stack and any(frame.index == index for frame in stack) and not _in_backward():
-            level = len(stack) - 1
-            while stack[level].index != index:
-                level -= 1
-            self._unwind(level)
+        if not stack or threading.get_ident() != self._thread or _in_backward():
+            return
+        for level in range(len(stack) - 1, -1, -1):
+            if stack[level].index == index:
+                self._unwind(level)
+                return
 
     def _push(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = _hidden_of(args, kwargs) if self._with_hidden else None
@@ -239,7 +254,11 @@ class Recorder:
 
     def _unwind(self, level: int) -> None:
         while len(self._stack) > level:
-            self._stack.pop().tracker.finish()
+            frame = self._stack.pop()
+            try:
+                frame.tracker.finish()
+            except Exception as error:
+                self._observer.fault(self._sites[frame.index], error)
         if self._mode_level is not None and self._mode_level >= level and self._mode_level >= 0:
             self._leave_mode(level)
 
@@ -249,20 +268,22 @@ class Recorder:
         if self._suppressed:
             return
         if torch.compiler.is_compiling():
-            if self._trail:
+            if func is self._flex_operator:
+                self._leave_rows(args)
+            elif self._trail:
                 self._report_traced(func, args, kwargs, result)
             return
         if not self._stack:
             return
         frame = self._stack[-1]
-        describe = _ADAPTERS.get(func)
-        if describe is None:
-            frame.tracker.saw(func, args, kwargs, result)
-            return
         site = self._sites[frame.index]
-        if site.excluded:
-            return
+        describe = _ADAPTERS.get(func)
         try:
+            if describe is None:
+                frame.tracker.saw(func, args, kwargs, result)
+                return
+            if site.excluded:
+                return
             route, adapter = describe
             with torch.no_grad():
                 described = adapter(args, kwargs, lambda batch: self._observer.choose(site, batch))
@@ -309,12 +330,15 @@ class Recorder:
         if index is None or self._sites[index].excluded:
             return result
         site = self._sites[index]
+        self._suppressed += 1  # of the measurement's own torch calls
         try:
             with torch.no_grad():
                 hidden = self._stack[-1].hidden if self._stack else None
                 self._observe(site, route, describe(), hidden)
         except Exception as error:
             self._observer.fault(site, error)
+        finally:
+            self._suppressed -= 1
         return result
 
     def _index_of(self, module: nn.Module | None) -> int | None:
@@ -337,7 +361,10 @@ class Recorder:
         if self._sites[index].excluded:
             return
         route, adapter = describe
-        self._leave_operator(index, route, adapter(args, kwargs, _first_sequences))
+        described = adapter(args, kwargs, _first_sequences)
+        if frame.hidden is not None and frame.hidden.shape[:2] == (described["key"].shape[0], described["key"].shape[2]):
+            described["hidden"] = frame.hidden
+        self._leave_operator(index, route, described)
 
     def _leave_operator(self, index: int, route: str, described: Described) -> None:
         query, key, value = described["query"], described["key"], described.get("value")
@@ -355,7 +382,7 @@ class Recorder:
             described.get("key_padding_mask"),
             None if sinks is None else sinks.detach(),
             described.get("cu_seqlens"),
-            None,
+            described.get("hidden"),
             described.get("scale"),
             described.get("softcap"),
             left,
@@ -364,6 +391,15 @@ class Recorder:
             described.get("is_causal", False),
             described.get("is_cross", False),
         )
+
+    def _leave_rows(self, args: tuple[Any, ...]) -> None:
+        """The operator for flex attention; also in functions that were compiled without their module."""
+        index = self._trail[-1].index if self._trail else -1
+        if index >= 0 and self._sites[index].excluded:
+            return
+        logits, positions, value, scale = flex.rows_in_graph(args, _TRACED_SEQUENCES, _TRACED_ROWS)
+        order, head_dim = self._buffers[logits.device], args[0].shape[3]
+        torch.ops.attnmon.observe_rows(order, self._number, index, flex.ROUTE, logits, positions, value, scale, head_dim)
 
     def leave_logits(self, index: int, seen: SoftmaxSeen, values: Tensor | None) -> None:
         """While a graph is traced: the operator for eager attention."""
@@ -403,6 +439,25 @@ class Recorder:
         try:
             token = observer.sample(site, _logits_call(logits, scale, head_dim, site))
             observer.complete(site, token, None if value is None else _value_axes(value, site))
+            site.route = "eager"
+        except Exception as error:
+            observer.fault(site, error)
+
+    def replay_rows(
+        self, index: int, route: str, logits: Tensor, positions: Tensor, value: Tensor, scale: float, head_dim: int
+    ) -> None:
+        """The same for flex attention; index -1 is the innermost module that runs now."""
+        if not self._active or _in_backward() or (index < 0 and not self._stack):
+            return
+        site, observer = self._sites[index if index >= 0 else self._stack[-1].index], self._observer
+        if site.excluded:
+            return
+        try:
+            call = AttentionCall(
+                query=None, key=None, value=None, scale=scale, head_dim=head_dim, logits=logits, positions=positions
+            )
+            observer.complete(site, observer.sample(site, call), value)
+            site.route = route
         except Exception as error:
             observer.fault(site, error)
 
@@ -432,6 +487,7 @@ class _EagerCalls:
         try:
             value = None if values is None else _value_axes(values, self._site)
             self._observer.complete(self._site, token, value)
+            self._site.route = "eager"
         except Exception as error:
             self._observer.fault(self._site, error)
 

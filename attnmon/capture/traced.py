@@ -83,6 +83,24 @@ def observe_logits(
         found.replay_logits(site, logits, value, scale, head_dim)
 
 
+@torch.library.custom_op("attnmon::observe_rows", mutates_args=("order",))
+def observe_rows(
+    order: Tensor,
+    recorder: int,
+    site: int,
+    route: str,
+    logits: Tensor,
+    positions: Tensor,
+    value: Tensor,
+    scale: float,
+    head_dim: int,
+) -> None:
+    """A call given by some rows of logits [S, H, R, Lk] at query positions [R]; site -1: whichever is running."""
+    found = _RECORDERS.get(recorder)
+    if found is not None:
+        found.replay_rows(site, route, logits, positions, value, scale, head_dim)
+
+
 @torch.library.custom_op("attnmon::refuse", mutates_args=("order",))
 def refuse(order: Tensor, recorder: int, site: int, reason: str) -> None:
     """A call that is not measured."""
@@ -97,6 +115,11 @@ def _(*args: Any, **kwargs: Any) -> None:
 
 
 @observe_logits.register_fake
+def _(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+@observe_rows.register_fake
 def _(*args: Any, **kwargs: Any) -> None:
     return None
 

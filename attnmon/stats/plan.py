@@ -68,10 +68,10 @@ def make_plan(call: AttentionCall, settings: Settings, draw: int = 0) -> Plan:
     wanted = len(range(*sequences.indices(batch)))
     keys_seen, column_seen = _row_counts(call, sequences, wanted, length, num_keys, device)
     padding_query = None
-    if column_seen is not None and length == num_keys and not call.is_cross:
+    if column_seen is not None and length == num_keys and not call.is_cross and call.positions is None:
         padding_query = ~column_seen
     # a mask that differs by head says nothing of the others here; the reducer looks at each
-    one_mask = call.attn_mask is None or call.attn_mask.shape[1] == 1
+    one_mask = (call.attn_mask is None or call.attn_mask.shape[1] == 1) and not call.mask_mod_by_head
     usable = keys_seen >= (settings.min_keys if one_mask else 0)
     if padding_query is not None:
         usable = usable & ~padding_query
@@ -120,9 +120,8 @@ def _row_counts(
     call: AttentionCall, sequences: slice, wanted: int, length: int, num_keys: int, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
     """Visible keys of each row, [S or 1, Lq], and keys that any row sees, [S, Lk] (None = all); head 0."""
-    if call.logits is not None or call.cu_seqlens is not None or (
-        call.attn_mask is not None and call.attn_mask.shape[2] > 1
-    ):
+    has_matrix = call.attn_mask is not None and call.attn_mask.shape[2] > 1
+    if call.logits is not None or call.cu_seqlens is not None or call.mask_mod is not None or has_matrix:
         return _dense_row_counts(call, sequences, wanted, length, num_keys, device)
     valid = key_valid(call, sequences)
     rows = torch.arange(length, device=device) + call.causal_offset

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from attnmon.metrics import METRICS
+from attnmon.mods import score_rows
 from attnmon.stats.directions import TABLE_SIZE, direction_start, direction_table
 from attnmon.stats.packing import Packing
 from attnmon.stats.plan import Plan, logit_threshold
 from attnmon.stats.rows import EXPM1_LIMIT, HIDDEN, RowInputs, Visible, row_metrics
 from attnmon.stats.settings import Settings
-from attnmon.stats.visibility import visible_keys
+from attnmon.stats.visibility import mask_threshold, mod_indices, visible_keys
 from attnmon.types import AttentionCall
 
 _BLOCK_CPU = 1 << 19  # logits per block: a few such blocks fit a core's second-level cache
@@ -159,18 +160,21 @@ class _Reducer:
     @property
     def _mask_differs_by_head(self) -> bool:
         mask = self.call.attn_mask
-        return mask is not None and mask.shape[1] > 1
+        return self.call.mask_mod_by_head or (mask is not None and mask.shape[1] > 1)
+
+    def _chosen(self, block: _Block) -> slice:
+        """The block's sequences as a slice of the call's."""
+        span = self.plan.sequences
+        first = span.start + block.sequences.start * span.step
+        count = block.sequences.stop - block.sequences.start
+        return slice(first, first + (count - 1) * span.step + 1, span.step)
 
     def _visible(self, block: _Block, positions: Tensor) -> Visible | None:
         """Which keys the block's rows see; computed once for all layers that share the plan."""
         per_head = self._mask_differs_by_head
         key = ("visible", *block.key)
         if per_head or key not in self.plan.shared:
-            span = self.plan.sequences
-            first = span.start + block.sequences.start * span.step
-            count = block.sequences.stop - block.sequences.start
-            chosen = slice(first, first + (count - 1) * span.step + 1, span.step)
-            visible, bias = visible_keys(self.call, chosen, positions, block.heads, block.keys)
+            visible, bias = visible_keys(self.call, self._chosen(block), positions, block.heads, block.keys)
             found = None if visible is None and bias is None else Visible.of(visible, bias, block.num_keys, self.compute)
             if per_head:
                 return found
@@ -194,6 +198,23 @@ class _Reducer:
         num_rows = positions.shape[1]
         product = query.view(num_s, num_g, self.group * num_rows, dim) @ keys.transpose(-1, -2)
         return product.view(num_s, num_g * self.group, num_rows, block.num_keys)
+
+    def _modified(
+        self, block: _Block, positions: Tensor, z: Tensor, visible: Visible | None
+    ) -> tuple[Tensor, Visible | None]:
+        """Scores after ``score_mod``; a key whose score it makes as low as a mask is hidden."""
+        call = self.call
+        assert call.score_mod is not None
+        assert call.query is not None
+        index = mod_indices(call, self._chosen(block), positions, block.heads, block.keys, every_head=True)
+        scores = score_rows(call.score_mod, z, *index)
+        shown = ~(scores <= mask_threshold(call.query.dtype))  # NaN stays, to be counted
+        z = scores.to(self.compute).clamp(min=HIDDEN)
+        mask = None if visible is None else visible.mask
+        if self.on_cpu and bool((shown if mask is None else shown | ~mask).all()):
+            return z, visible
+        bias = None if visible is None else visible.shift
+        return z, Visible.of(shown if mask is None else shown & mask, bias, block.num_keys, self.compute)
 
     def _groups(self, block: _Block) -> slice:
         return slice(block.heads.start // self.group, block.heads.stop // self.group)
@@ -234,7 +255,7 @@ class _Reducer:
         """a = eps v / tau, or expm1(a): [S, 1 or H, R, Lk] float32, v of unit length over the visible keys."""
         shared = self.plan.shared
         key = ("perturbation", self.call.tau, self.settings.fd_epsilon, *block.key)
-        sharable = self.call.logits is None and not self._mask_differs_by_head
+        sharable = self.call.logits is None and not self._mask_differs_by_head and self.call.score_mod is None
         if sharable and key in shared:
             return shared[key]  # type: ignore[no-any-return]
         first: Tensor | int = 0
@@ -271,6 +292,8 @@ class _Reducer:
             z = z.clamp_(min=HIDDEN)
         else:
             visible = self._visible(block, positions)
+            if self.call.score_mod is not None:
+                z, visible = self._modified(block, positions, z, visible)
         first_key = self.plan.first_key
         if first_key is not None:
             first_key = first_key[block.sequences, block.rows] - block.keys.start

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnmon.mods import mask_rows
 from attnmon.types import AttentionCall
 
 MASKED_BIAS = -1e8
@@ -102,9 +103,26 @@ def visible_keys(
         else:
             hide(~(mask <= mask_threshold(mask.dtype)))  # NaN stays visible: a fault to be counted
             add(_wide(mask))
+    if call.mask_mod is not None:
+        hide(mask_rows(call.mask_mod, *mod_indices(call, sequences, positions, heads, keys)))
     if visible is not None and bias is not None:
         bias = torch.where(visible, bias, 0.0)
     return visible, bias
+
+
+def mod_indices(
+    call: AttentionCall, sequences: slice, positions: Tensor, heads: slice, keys: slice, *, every_head: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Indices b [S], h, q [S, R] and kv [K] for score and mask functions, given as for ``visible_keys``.
+
+    h is [H], or one head where the mask function reads none and not ``every_head``.
+    """
+    device = positions.device
+    batch = torch.arange(call.num_sequences, device=device)[sequences]
+    first = heads.start or 0
+    last = heads.stop if every_head or call.mask_mod_by_head else first + 1
+    head = torch.arange(first, last, device=device)
+    return batch, head, positions, torch.arange(keys.start, keys.stop, device=device)
 
 
 def documents(cu_seqlens: Tensor, positions: Tensor) -> Tensor:

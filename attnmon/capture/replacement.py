@@ -1,0 +1,165 @@
+"""Functions that are replaced during a measured step by ones that call them and tell of the call."""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from attnmon.capture.torch_calls import Described
+from attnmon.errors import UnsupportedAttention
+
+if TYPE_CHECKING:
+    from attnmon.capture.recorder import Recorder
+
+Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
+
+LIVING: weakref.WeakSet[Replacement] = weakref.WeakSet()
+
+
+class Replacement:
+    """Stands in the place of ``original``; one object for all steps, since compiled graphs are valid for it alone.
+
+    Several monitors may stand before the same function, each one calling the next. One that is not installed any
+    more, but still called by another, passes the call on and tells nobody.
+
+    Args:
+        recorder: told of each call.
+        route: how coverage calls it.
+        original: what is called.
+        describe: the arguments of a call as those of ``attnmon.calls.make_call``.
+        takes_module: whether the first argument, or ``module``, is the module that calls.
+        opaque: torch calls inside are this call; otherwise they are watched, and ``describe`` is asked only where
+            none was seen.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        route: str,
+        original: Callable[..., Any],
+        describe: Callable[[tuple[Any, ...], Mapping[str, Any]], Described],
+        *,
+        takes_module: bool = False,
+        opaque: bool = True,
+    ) -> None:
+        functools.update_wrapper(self, original)
+        self.recorder, self.route, self.original, self.describe = recorder, route, original, describe
+        self.takes_module, self.opaque = takes_module, opaque
+        self.installed = False
+        LIVING.add(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = None
+        if self.takes_module:
+            module = args[0] if args else kwargs.get("module")
+        return self.recorder.call_through(
+            self.route,
+            self.original,
+            args,
+            kwargs,
+            lambda: self.describe(args, kwargs),
+            module,
+            opaque=self.opaque,
+        )
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """As an attribute of a class it binds as a function does."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    # a model copied or saved in the middle of a step takes the function itself along
+
+    def __copy__(self) -> Callable[..., Any]:
+        return self.original
+
+    def __deepcopy__(self, memo: Any) -> Callable[..., Any]:
+        return self.original
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_itself, (self.original,))
+
+
+def _itself(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+def standing(function: Any) -> Any:
+    """The function, or the first behind it that is not a replacement out of use."""
+    while isinstance(function, Replacement) and not function.installed:
+        function = function.original
+    return function
+
+
+def chain(function: Any) -> list[Any]:
+    """The function and all that stand behind it; the last is no replacement."""
+    links = [function]
+    while isinstance(links[-1], Replacement):
+        links.append(links[-1].original)
+    return links
+
+
+class Replacements:
+    """The replacements of one recorder, by what they stand before."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._made: dict[int, Replacement] = {}
+
+    def put_before(self, function: Any, make: Callable[[Any, Any], Replacement]) -> Replacement | None:
+        """A replacement to put where ``function`` is; None if one of this recorder's stands behind it already.
+
+        Args:
+            make: from the function as it is now and the one at the end of the chain to a replacement.
+        """
+        links = chain(function)
+        for link in links[:-1]:
+            if link.recorder is self._recorder:
+                link.installed = True
+                return None
+        made = self._made.get(id(function))
+        if made is None:
+            made = self._made[id(function)] = make(function, links[-1])
+        made.installed = True
+        return made
+
+    def retire(self) -> None:
+        """None of them is in use."""
+        for replacement in self._made.values():
+            replacement.installed = False
+
+
+def matched_boundaries(queries: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """One ``cu_seqlens`` for queries and keys, and a mask that hides everything should they differ after all.
+
+    Where comparing them would wait for the device, rows of differing ones become rows without a visible key.
+
+    Raises:
+        UnsupportedAttention: they differ.
+    """
+    if keys is None or keys is queries:
+        return queries, None
+    if keys.shape != queries.shape:
+        raise UnsupportedAttention("packed sequences with other boundaries for keys than for queries")
+    if torch.compiler.is_compiling() or queries.device.type != "cpu":
+        return queries, (queries == keys).all().view(1, 1, 1, 1)
+    if not torch.equal(queries.to(keys.dtype), keys):
+        raise UnsupportedAttention("packed sequences with other boundaries for keys than for queries")
+    return queries, None
+
+
+def number(name: str, given: Any) -> float | None:
+    """A scale or softcap as a number.
+
+    Raises:
+        UnsupportedAttention: it is a tensor whose value is not known to the host.
+    """
+    if isinstance(given, Tensor):
+        if torch.compiler.is_compiling() or given.device.type != "cpu" or given.numel() != 1:
+            raise UnsupportedAttention(f"{name} is a tensor whose value is not known to the host")
+        return float(given)
+    return None if given is None else float(given)
