@@ -28,6 +28,7 @@ def make_call(
     cu_seqlens: Tensor | None = None,
     hidden: Tensor | None = None,
     is_cross: bool = False,
+    prescale: float = 1.0,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
 ) -> AttentionCall:
@@ -94,6 +95,7 @@ def make_call(
         cu_seqlens=cu_seqlens,
         hidden=None if hidden is None else hidden.detach(),
         is_cross=is_cross,
+        prescale=prescale,
         score_mod=score_mod,
         mask_mod=mask_mod,
         mask_mod_by_head=mask_mod is not None and differs_by_head(mask_mod, query.device),

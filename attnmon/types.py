@@ -63,6 +63,7 @@ class AttentionCall:
         hidden: [B, Lk, E] hidden states the keys were made of, for ``tokens="hidden"``.
         is_cross: keys come from another sequence than queries; then no query is taken for padding
             because its key is masked.
+        prescale: what queries and keys were multiplied by before the call, scale * q.k apart; part of tau alone.
         score_mod: (score, b, h, q, kv) -> score, of flex attention: changes scale * q.k before masks; a score
             that it puts as low as a mask hides the key.
         mask_mod: (b, h, q, kv) -> bool, True = visible, of flex attention.
@@ -89,6 +90,7 @@ class AttentionCall:
     cu_seqlens: Tensor | None = None
     hidden: Tensor | None = None
     is_cross: bool = False
+    prescale: float = 1.0
     score_mod: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
     mask_mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
     mask_mod_by_head: bool = False
@@ -100,7 +102,7 @@ class AttentionCall:
     @property
     def tau(self) -> float:
         """Temperature relative to standard scaled attention: 1 / (scale * sqrt(D))."""
-        return 1.0 / (self.scale * math.sqrt(self.head_dim))
+        return 1.0 / (self.scale * self.prescale * math.sqrt(self.head_dim))
 
     @property
     def num_heads(self) -> int:

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from attnmon.calls import make_call, normalise_window
 from attnmon.capture import flex, traced
 from attnmon.capture import modules as names
+from attnmon.capture.axes import Entered, count_heads, values_with_heads, with_heads
 from attnmon.capture.coverage import CoverageRecord, Site
 from attnmon.capture.eager import EagerTracker, SoftmaxSeen
 from attnmon.capture.flex import FlexPatch
 from attnmon.capture.hooks import AfterForward, BeforeForward
-from attnmon.capture.torch_calls import CallMode, Described, describe_mha, describe_sdpa, four_axes
+from attnmon.capture.torch_calls import CallMode, Described, describe_mha, describe_sdpa
 from attnmon.errors import AttnmonError, UnsupportedAttention
 from attnmon.types import AttentionCall
 
@@ -58,10 +59,19 @@ class Patch(Protocol):
 class _Frame:
     """One module's forward on the stack."""
 
-    __slots__ = ("hidden", "index", "tracker")
+    __slots__ = ("entered", "hidden", "index", "tracker")
 
-    def __init__(self, index: int, tracker: EagerTracker, hidden: Tensor | None) -> None:
-        self.index, self.tracker, self.hidden = index, tracker, hidden
+    def __init__(self, index: int, tracker: EagerTracker, hidden: Tensor | None, entered: Entered) -> None:
+        self.index, self.tracker, self.hidden, self.entered = index, tracker, hidden, entered
+
+    def complete(self, described: Described) -> Described:
+        """Add what the call itself does not tell: a scale that queries already have, a second sequence."""
+        query, key = described["query"], described["key"]
+        return {
+            **described,
+            "prescale": self.tracker.factor_of(query) * self.tracker.factor_of(key),
+            "is_cross": described.get("is_cross", False) or self.entered.is_cross(query.shape[2], key.shape[2]),
+        }
 
 
 class Recorder:
@@ -217,7 +227,7 @@ class Recorder:
             self._was_traced = True
             if self._active:
                 hidden = _hidden_of(args, kwargs) if self._with_hidden else None
-                self._trail.append(_Frame(index, EagerTracker(_TracedCalls(self, index)), hidden))
+                self._trail.append(self._frame(self._trail, index, hidden, args, kwargs))
             return
         # activation checkpointing runs the forward again inside backward; it was counted the first time
         if not self._active or _in_backward():
@@ -247,10 +257,21 @@ class Recorder:
     def _push(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = _hidden_of(args, kwargs) if self._with_hidden else None
         site = self._sites[index]
-        self._stack.append(_Frame(index, EagerTracker(_EagerCalls(site, self._observer)), hidden))
+        self._stack.append(self._frame(self._stack, index, hidden, args, kwargs))
         # without gradients a mode would keep nn.MultiheadAttention from its fused path: only where it must
         if torch.is_grad_enabled() or site.expected:
             self._enter_mode(len(self._stack) - 1)
+
+    def _frame(
+        self, stack: list[_Frame], index: int, hidden: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Frame:
+        site, entered = self._sites[index], Entered.of(args, kwargs)
+        outer = stack[-1] if stack else None
+        if outer is not None and entered.shape is None and site.path.rpartition(".")[0] == self._sites[outer.index].path:
+            entered = outer.entered  # the inner part of an attention module, given queries, keys and values
+        is_traced = torch.compiler.is_compiling()
+        listener = _TracedCalls(self, index, entered) if is_traced else _EagerCalls(site, self._observer, entered)
+        return _Frame(index, EagerTracker(listener, None if outer is None else outer.tracker), hidden, entered)
 
     def _unwind(self, level: int) -> None:
         while len(self._stack) > level:
@@ -287,16 +308,16 @@ class Recorder:
             route, adapter = describe
             with torch.no_grad():
                 described = adapter(args, kwargs, lambda batch: self._observer.choose(site, batch))
-                self._observe(site, route, described, frame.hidden)
+                self._observe(site, route, frame.complete(described), frame.hidden)
         except Exception as error:
             self._observer.fault(site, error)
 
     def _observe(self, site: Site, route: str, described: Described, hidden: Tensor | None) -> None:
         if hidden is not None and described["key"].shape[0] == hidden.shape[0]:
             described = {**described, "hidden": hidden if hidden.shape[1] == described["key"].shape[2] else None}
-        call = make_call(**described)
+        call = make_call(**{**described, "is_cross": described.get("is_cross", False) or site.kind == "cross"})
         site.route = route
-        if call.is_cross or described["query"].shape[2] != described["key"].shape[2]:
+        if call.is_cross and not site.calls:
             site.kind = "cross"
         self._observer.observe(site, call)
 
@@ -308,21 +329,26 @@ class Recorder:
         kwargs: Mapping[str, Any],
         describe: Callable[[], Described],
         module: nn.Module | None = None,
+        *,
+        opaque: bool = True,
     ) -> Any:
         """Run a replaced function as it was, and measure the call that ``describe`` tells of.
 
         Torch calls inside the function are not reported: they are this call. The call belongs to ``module`` if it
-        is watched, otherwise to the innermost watched module.
+        is watched, otherwise to the innermost watched module. If the function is not ``opaque``, torch calls inside
+        are reported as anywhere else, and ``describe`` is asked only where none was seen.
         """
-        self._suppressed += 1
+        seen = -1 if opaque else self._seen()
+        self._suppressed += opaque
         try:
             result = original(*args, **kwargs)
         finally:
-            self._suppressed -= 1
+            self._suppressed -= opaque
+        if not opaque and self._seen() != seen:
+            return result
         if torch.compiler.is_compiling():
-            index = self._trail[-1].index if self._trail else None
-            if self._active and index is not None and not self._sites[index].excluded and not self._suppressed:
-                self._leave_operator(index, route, describe())
+            if self._active and self._trail and not self._suppressed:
+                self._leave_call(self._trail[-1], route, args, kwargs, describe)
             return result
         if self._suppressed or not self._active or _in_backward():
             return result
@@ -333,13 +359,41 @@ class Recorder:
         self._suppressed += 1  # of the measurement's own torch calls
         try:
             with torch.no_grad():
-                hidden = self._stack[-1].hidden if self._stack else None
-                self._observe(site, route, describe(), hidden)
+                frame = self._stack[-1]
+                self._observe(site, route, frame.complete(describe()), frame.hidden)
         except Exception as error:
             self._observer.fault(site, error)
         finally:
             self._suppressed -= 1
         return result
+
+    def _seen(self) -> int:
+        """Grows whenever the innermost module makes a call."""
+        if torch.compiler.is_compiling():
+            return self._trail[-1].left if self._trail else 0
+        if not self._stack:
+            return 0
+        site = self._sites[self._stack[-1].index]
+        return site.calls + site.refused.total()
+
+    def _leave_call(
+        self,
+        frame: _Frame,
+        route: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        describe: Callable[[], Described],
+    ) -> None:
+        """The operator for a replaced function, or for why its call is not measured."""
+        if self._sites[frame.index].excluded:
+            return
+        try:
+            described = frame.complete(describe())
+        except UnsupportedAttention as error:
+            tensors = [argument for argument in (*args, *kwargs.values()) if isinstance(argument, Tensor)]
+            self.leave_refusal(frame.index, error.args[0], tensors[0].device)
+            return
+        self._leave_operator(frame.index, route, described)
 
     def _index_of(self, module: nn.Module | None) -> int | None:
         if module is not None:
@@ -364,7 +418,7 @@ class Recorder:
         described = adapter(args, kwargs, _first_sequences)
         if frame.hidden is not None and frame.hidden.shape[:2] == (described["key"].shape[0], described["key"].shape[2]):
             described["hidden"] = frame.hidden
-        self._leave_operator(index, route, described)
+        self._leave_operator(index, route, frame.complete(described))
 
     def _leave_operator(self, index: int, route: str, described: Described) -> None:
         query, key, value = described["query"], described["key"], described.get("value")
@@ -390,6 +444,7 @@ class Recorder:
             described.get("causal_offset", 0),
             described.get("is_causal", False),
             described.get("is_cross", False),
+            described.get("prescale", 1.0),
         )
 
     def _leave_rows(self, args: tuple[Any, ...]) -> None:
@@ -401,7 +456,9 @@ class Recorder:
         order, head_dim = self._buffers[logits.device], args[0].shape[3]
         torch.ops.attnmon.observe_rows(order, self._number, index, flex.ROUTE, logits, positions, value, scale, head_dim)
 
-    def leave_logits(self, index: int, seen: SoftmaxSeen, values: Tensor | None) -> None:
+    def leave_logits(
+        self, index: int, seen: SoftmaxSeen, heads: int, is_cross: bool, values: Tensor | None
+    ) -> None:
         """While a graph is traced: the operator for eager attention."""
         if self._sites[index].excluded:
             return
@@ -411,8 +468,11 @@ class Recorder:
             index,
             seen.logits.detach(),
             None if values is None else values.detach(),
+            None if seen.sinks is None else seen.sinks.detach(),
             seen.scale,
             seen.head_dim,
+            heads,
+            is_cross,
         )
 
     def leave_refusal(self, index: int, reason: str, device: torch.device) -> None:
@@ -431,17 +491,16 @@ class Recorder:
         except Exception as error:
             self._observer.fault(site, error)
 
-    def replay_logits(self, index: int, logits: Tensor, value: Tensor | None, scale: float, head_dim: int) -> None:
+    def replay_logits(
+        self, index: int, seen: SoftmaxSeen, heads: int, is_cross: bool, value: Tensor | None
+    ) -> None:
         """The same for eager attention."""
         if not self._active or _in_backward():
             return
-        site, observer = self._sites[index], self._observer
-        try:
-            token = observer.sample(site, _logits_call(logits, scale, head_dim, site))
-            observer.complete(site, token, None if value is None else _value_axes(value, site))
-            site.route = "eager"
-        except Exception as error:
-            observer.fault(site, error)
+        calls = _EagerCalls(self._sites[index], self._observer, Entered())
+        token = calls.sample(seen, heads, is_cross)
+        if token is not None:
+            calls.values(token, value, used=True)
 
     def replay_rows(
         self, index: int, route: str, logits: Tensor, positions: Tensor, value: Tensor, scale: float, head_dim: int
@@ -470,23 +529,48 @@ class Recorder:
 class _EagerCalls:
     """What an eager tracker tells of a module's softmax."""
 
-    def __init__(self, site: Site, observer: Observer) -> None:
-        self._site, self._observer = site, observer
+    def __init__(self, site: Site, observer: Observer, entered: Entered) -> None:
+        self._site, self._observer, self._entered = site, observer, entered
 
     def softmax(self, seen: SoftmaxSeen) -> Any:
+        """Sample it; of a module that does not look like attention, tell of a fault only if values follow."""
+        *leading, queries, keys = seen.logits.shape
+        try:
+            heads = count_heads(tuple(leading), queries, self._site.heads_hint, self._entered)
+        except UnsupportedAttention as error:
+            return error
+        return self.sample(seen, heads, self._entered.is_cross(queries, keys))
+
+    def sample(self, seen: SoftmaxSeen, heads: int, is_cross: bool) -> Any:
+        """Take the sampled rows; None if there is nothing to wait for."""
         if self._site.excluded:
             return None
         try:
-            call = _logits_call(seen.logits, seen.scale, seen.head_dim, self._site)
-            return self._observer.sample(self._site, call)
+            call = AttentionCall(
+                query=None,
+                key=None,
+                value=None,
+                scale=seen.scale,
+                head_dim=seen.head_dim,
+                logits=with_heads(seen.logits.detach(), heads),
+                sinks=None if seen.sinks is None else seen.sinks.detach(),
+                is_cross=is_cross or self._site.kind == "cross",
+            )
+            return (self._observer.sample(self._site, call), call.num_sequences, heads, call.is_cross)
         except Exception as error:
-            self._observer.fault(self._site, error)
-            return None
+            return error
 
-    def values(self, token: Any, values: Tensor | None) -> None:
+    def values(self, token: Any, values: Tensor | None, *, used: bool) -> None:
+        if not used and not self._site.expected:
+            return  # a softmax whose result weighs nothing: a classifier's, a router's
         try:
-            value = None if values is None else _value_axes(values, self._site)
-            self._observer.complete(self._site, token, value)
+            if isinstance(token, Exception):
+                raise token
+            sampled, batch, heads, is_cross = token
+            value = None if values is None else values_with_heads(values, batch, heads)
+            if is_cross and not self._site.calls:
+                self._site.kind = "cross"
+            self._observer.complete(self._site, sampled, value)
             self._site.route = "eager"
         except Exception as error:
             self._observer.fault(self._site, error)
@@ -499,14 +583,24 @@ class _EagerCalls:
 class _TracedCalls:
     """The same while a graph is traced; the logits stay in the graph until the values are known."""
 
-    def __init__(self, recorder: Recorder, index: int) -> None:
-        self._recorder, self._index = recorder, index
+    def __init__(self, recorder: Recorder, index: int, entered: Entered) -> None:
+        self._recorder, self._index, self._entered = recorder, index, entered
 
     def softmax(self, seen: SoftmaxSeen) -> Any:
         return seen
 
-    def values(self, token: Any, values: Tensor | None) -> None:
-        self._recorder.leave_logits(self._index, token, values)
+    def values(self, token: Any, values: Tensor | None, *, used: bool) -> None:
+        recorder, entered = self._recorder, self._entered
+        site = recorder.all_sites[self._index]
+        if not used and not site.expected:
+            return
+        *leading, queries, keys = token.logits.shape
+        try:
+            heads = count_heads(tuple(leading), queries, site.heads_hint, entered)
+        except UnsupportedAttention as error:
+            recorder.leave_refusal(self._index, str(error), token.logits.device)
+            return
+        recorder.leave_logits(self._index, token, heads, entered.is_cross(queries, keys), values)
 
     def refused(self, reason: str, tensor: Tensor) -> None:
         self._recorder.leave_refusal(self._index, reason, tensor.device)
@@ -560,27 +654,6 @@ def _takes_fused_path(module: nn.Module, inside_encoder: bool) -> bool:
     if torch.is_grad_enabled() or module.training:
         return False
     return inside_encoder or isinstance(module, nn.MultiheadAttention)
-
-
-def _logits_call(logits: Tensor, scale: float, head_dim: int, site: Site) -> AttentionCall:
-    logits = logits.detach()
-    if logits.dim() > 4:  # [B, groups, heads of a group, Lq, Lk]
-        logits = logits.flatten(1, logits.dim() - 3)
-    elif logits.dim() == 3:
-        heads = site.heads_hint
-        if heads is None or logits.shape[0] % heads:
-            raise UnsupportedAttention(f"logits of shape {list(logits.shape)} do not tell heads from sequences")
-        logits = logits.unflatten(0, (-1, heads))
-    return AttentionCall(query=None, key=None, value=None, scale=scale, head_dim=head_dim, logits=logits)
-
-
-def _value_axes(values: Tensor, site: Site) -> Tensor:
-    """[B, H, Lk, Dv] from what the product with the weights was given."""
-    if values.dim() == 3 and site.heads_hint is not None and values.shape[0] % site.heads_hint == 0:
-        return values.unflatten(0, (-1, site.heads_hint))
-    if values.dim() > 4:
-        return values.flatten(1, values.dim() - 3)
-    return four_axes(values)
 
 
 def _hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:

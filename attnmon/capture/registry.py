@@ -7,17 +7,16 @@ imported: where nobody else did, there is no registry.
 
 from __future__ import annotations
 
-import inspect
 import sys
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from attnmon.calls import make_call
+from attnmon.capture.flex import mask_of
 from attnmon.capture.replacement import Replacement, Replacements, matched_boundaries, number, standing
 from attnmon.capture.torch_calls import Described
 from attnmon.errors import UnsupportedAttention
@@ -39,7 +38,6 @@ _UNDERSTOOD = frozenset(
     | {"is_causal", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k"}
 )
 _DENSE_ELEMENTS = 1 << 22  # of a mask that is written out; larger ones are refused
-_TAKES_MASK_MOD = "mask_mod" in inspect.signature(make_call).parameters
 
 
 class RegistryPatch:
@@ -61,9 +59,7 @@ class RegistryPatch:
             for name, function in list(table.items()):
                 if name in ("sdpa", "eager") or name.startswith("paged|") or not callable(function):
                     continue  # torch-level modes see these as they are; paged attention is for inference
-                made = self._replacements.put_before(
-                    function, lambda current, bottom, name=name: self._make(name, current, bottom)
-                )
+                made = self._replacements.put_before(function, partial(self._make, name))
                 if made is not None:
                     table[name] = made
                     self._placed.append((table, name, made))
@@ -77,16 +73,16 @@ class RegistryPatch:
         self._describer.forget()
 
     def _make(self, name: str, current: Callable[..., Any], bottom: Callable[..., Any]) -> Replacement:
+        describer = self._describer
+        opaque: bool | Callable[[Mapping[str, Any]], bool] = True
         if bottom is _of("transformers.integrations.flash_attention", "flash_attention_forward"):
-            describe, opaque = self._describer.flash, True
-        elif name.startswith("flash_attention") or "flash" in name.rsplit("/", 1)[-1] and "/" in name:
-            describe, opaque = self._describer.like_flash, True
-        elif name == "flex_attention" or bottom is _of(
-            "transformers.integrations.flex_attention", "flex_attention_forward"
-        ):
-            describe, opaque = self._describer.flex, True
+            describe = describer.flash
+        elif name.startswith("flash_attention"):
+            describe = describer.like_flash
+        elif name == "flex_attention":
+            describe, opaque = describer.flex, _hides_flex
         else:
-            describe, opaque = self._describer.other, False
+            describe, opaque = describer.other, False
         return Replacement(self._recorder, name, current, describe, takes_module=True, opaque=opaque)
 
     def _tables(self) -> list[_Table]:
@@ -114,7 +110,12 @@ class Describer:
     """What the calls of registered implementations mean; remembers, within a step, what it derived from masks."""
 
     def __init__(self) -> None:
-        self._derived: dict[tuple[str, int], tuple[Tensor, int, Any]] = {}
+        self._derived: dict[tuple[str, int], tuple[Any, Any, Any]] = {}
+        version = _version()
+        self._inset = 1 if version >= (4, 56) else 0  # a window counts the query's own key, or did not
+        self._asks_module = version < (4, 56)  # is_causal was the module's alone
+        self._packs_batches = version < (4, 55)
+        self._top_left = bool(_of("transformers.integrations.flash_attention", "_use_top_left_mask", False))
 
     def forget(self) -> None:
         """The step is over; keep no tensor."""
@@ -151,12 +152,11 @@ class Describer:
         _check(given)
         described = _common(given)
         if mask is not None and not isinstance(mask, Tensor):
-            mask_mod = getattr(mask, "mask_mod", None)
-            if not _TAKES_MASK_MOD or mask_mod is None:
-                raise UnsupportedAttention("flex_attention with a block mask")
-            if bias is not None:
-                described["attn_mask"] = bias
-            return {**described, "mask_mod": mask_mod}
+            if torch.compiler.is_compiling():
+                raise UnsupportedAttention("flex_attention with sinks in a compiled graph")
+            lengths = given["query"].shape[2], given["key"].shape[2]
+            mask_mod = self._once("block mask", mask, lambda: mask_of(mask, *lengths, fused=True))
+            return {**described, "mask_mod": mask_mod, "attn_mask": bias}
         if mask is not None:
             if mask.dim() != 4 or not mask.dtype.is_floating_point:
                 raise UnsupportedAttention(f"flex_attention with a mask {list(mask.shape)} of {mask.dtype}")
@@ -178,7 +178,7 @@ class Describer:
             return {**described, "attn_mask": mask}
         if window is not None and key_len > window:
             raise UnsupportedAttention("sliding_window in an implementation of attention that attnmon does not know")
-        is_causal = query_len > 1 and _is_causal(given, default=True)
+        is_causal = query_len > 1 and self._is_causal(given, default=True)
         if is_causal and query_len != key_len:
             raise UnsupportedAttention("causal attention of unknown alignment: queries and keys differ in number")
         if mask is not None:
@@ -192,19 +192,21 @@ class Describer:
         described = _common(given)
         query, key, mask = given["query"], given["key"], given["attention_mask"]
         query_len, key_len = query.shape[2], key.shape[2]
-        is_causal = _is_causal(given, default=None)
+        is_causal = self._is_causal(given, default=None)
         offset = key_len - query_len  # aligned bottom-right
-        if _of("transformers.integrations.flash_attention", "_use_top_left_mask", False):
+        if self._top_left:
             is_causal = is_causal and query_len != 1
             if query_len != key_len:
                 raise UnsupportedAttention("this version of flash attention aligns causal masks top-left")
         described.update(is_causal=is_causal, causal_offset=offset)
         size = given.get("sliding_window")
         if size is not None and key_len > size:
-            reach = size - _flash_window_inset()
+            reach = size - self._inset
             described["window"] = (reach, reach)
         if mask is not None:
             described["key_padding_mask"] = self._padding(mask, key_len)
+            if query_len > key_len and (is_causal or "window" in described):
+                raise UnsupportedAttention("a padding mask with more queries than keys: their alignment is not known")
             if "window" in described:
                 self._compact_window(described, mask, query_len, key_len)
             return described
@@ -227,8 +229,7 @@ class Describer:
         """A window counts real tokens only: where padding lies between them, it reaches further."""
         contiguous = False
         if query_len > 1 and not torch.compiler.is_compiling():
-            contiguous = self._once("contiguous", mask, lambda: bool(((mask != 0).int().diff() > 0).sum(-1).max() < 1)
-                                    or bool(_blocks(mask) <= 1))
+            contiguous = self._once("contiguous", mask, lambda: bool(_runs(mask) <= 1))
         if contiguous:
             return
         if mask.shape[0] * query_len * key_len > _DENSE_ELEMENTS:
@@ -251,7 +252,7 @@ class Describer:
         if positions is None or query_len == 1 or positions.shape[-1] == 1:
             return None
         if batch > 1:
-            if _of("transformers.modeling_flash_attention_utils", "_is_packed_sequence") is None and _installed():
+            if self._packs_batches:
                 if torch.compiler.is_compiling() or self._starts(positions) is not None:
                     raise UnsupportedAttention("packed sequences told by position_ids in a batch of several")
             return None
@@ -282,17 +283,31 @@ class Describer:
 
         return self._once("starts", positions, find)
 
-    def _once(self, kind: str, source: Tensor, derive: Callable[[], Any]) -> Any:
-        """What was derived from a tensor that all layers share; layers then share what is planned for it, too."""
-        if torch.compiler.is_compiling() or source.is_inference():
+    def _is_causal(self, given: Mapping[str, Any], *, default: bool | None) -> bool:
+        said = None if self._asks_module else given.get("is_causal")
+        if said is None:
+            said = getattr(given["module"], "is_causal", default)
+        if said is None:
+            raise UnsupportedAttention("neither the call nor the module says whether it is causal")
+        return bool(said)
+
+    def _once(self, kind: str, source: Any, derive: Callable[[], Any]) -> Any:
+        """What was derived from an object that all layers share; layers then share what is planned for it, too."""
+        if torch.compiler.is_compiling() or (isinstance(source, Tensor) and source.is_inference()):
             return derive()
+        version = getattr(source, "_version", None)
         known = self._derived.get((kind, id(source)))
-        if known is None or known[0] is not source or known[1] != source._version:
-            known = self._derived[kind, id(source)] = (source, source._version, derive())
+        if known is None or known[0] is not source or known[1] != version:
+            known = self._derived[kind, id(source)] = (source, version, derive())
         return known[2]
 
 
-def _blocks(mask: Tensor) -> Tensor:
+def _hides_flex(kwargs: Mapping[str, Any]) -> bool:
+    """Whether flex attention is measured from its arguments; in a graph its own operator tells, but not of sinks."""
+    return not torch.compiler.is_compiling() or kwargs.get("s_aux") is not None
+
+
+def _runs(mask: Tensor) -> Tensor:
     """The largest number of runs of real tokens in a row of a padding mask."""
     real = torch.nn.functional.pad((mask != 0).int(), (1, 0))
     return (real.diff() > 0).sum(-1).max()
@@ -335,17 +350,10 @@ def _common(given: Mapping[str, Any]) -> Described:
     return described
 
 
-def _is_causal(given: Mapping[str, Any], *, default: bool | None) -> bool:
-    said = given.get("is_causal")
-    if said is None or not _takes_is_causal():
-        said = getattr(given["module"], "is_causal", default)
-    if said is None:
-        raise UnsupportedAttention("neither the call nor the module says whether it is causal")
-    return bool(said)
-
-
-def _installed() -> bool:
-    return "transformers.modeling_flash_attention_utils" in sys.modules
+def _version() -> tuple[int, ...]:
+    """(major, minor) of transformers."""
+    found = str(_of("transformers", "__version__", "")).split(".")
+    return tuple(int(part) for part in found[:2]) if len(found) > 1 else ()
 
 
 def _of(module: str, name: str, default: Any = None) -> Any:

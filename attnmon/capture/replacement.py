@@ -17,8 +17,6 @@ from attnmon.errors import UnsupportedAttention
 if TYPE_CHECKING:
     from attnmon.capture.recorder import Recorder
 
-Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
-
 LIVING: weakref.WeakSet[Replacement] = weakref.WeakSet()
 
 
@@ -35,7 +33,7 @@ class Replacement:
         describe: the arguments of a call as those of ``attnmon.calls.make_call``.
         takes_module: whether the first argument, or ``module``, is the module that calls.
         opaque: torch calls inside are this call; otherwise they are watched, and ``describe`` is asked only where
-            none was seen.
+            none was seen. A function decides by the keyword arguments.
     """
 
     def __init__(
@@ -46,7 +44,7 @@ class Replacement:
         describe: Callable[[tuple[Any, ...], Mapping[str, Any]], Described],
         *,
         takes_module: bool = False,
-        opaque: bool = True,
+        opaque: bool | Callable[[Mapping[str, Any]], bool] = True,
     ) -> None:
         functools.update_wrapper(self, original)
         self.recorder, self.route, self.original, self.describe = recorder, route, original, describe
@@ -65,7 +63,7 @@ class Replacement:
             kwargs,
             lambda: self.describe(args, kwargs),
             module,
-            opaque=self.opaque,
+            opaque=self.opaque if isinstance(self.opaque, bool) else self.opaque(kwargs),
         )
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:

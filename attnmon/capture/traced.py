@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from attnmon.capture.eager import SoftmaxSeen
+
 if TYPE_CHECKING:
     from attnmon.capture.recorder import Recorder
 
@@ -49,6 +51,7 @@ def observe(
     causal_offset: int,
     is_causal: bool,
     is_cross: bool,
+    prescale: float,
 ) -> None:
     """A call given by queries and keys; arguments as of ``attnmon.calls.make_call``."""
     found = _RECORDERS.get(recorder)
@@ -69,18 +72,28 @@ def observe(
             "causal_offset": causal_offset,
             "is_causal": is_causal,
             "is_cross": is_cross,
+            "prescale": prescale,
         }
         found.replay(site, route, described)
 
 
 @torch.library.custom_op("attnmon::observe_logits", mutates_args=("order",))
 def observe_logits(
-    order: Tensor, recorder: int, site: int, logits: Tensor, value: Tensor | None, scale: float, head_dim: int
+    order: Tensor,
+    recorder: int,
+    site: int,
+    logits: Tensor,
+    value: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    head_dim: int,
+    heads: int,
+    is_cross: bool,
 ) -> None:
-    """A call given by the softmax's input [B, H, Lq, Lk]."""
+    """A call given by the softmax's input, [B, H, Lq, Lk] or with heads and sequences folded together."""
     found = _RECORDERS.get(recorder)
     if found is not None:
-        found.replay_logits(site, logits, value, scale, head_dim)
+        found.replay_logits(site, SoftmaxSeen(logits, scale, head_dim, sinks), heads, is_cross, value)
 
 
 @torch.library.custom_op("attnmon::observe_rows", mutates_args=("order",))

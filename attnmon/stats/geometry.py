@@ -67,24 +67,35 @@ def selection_geometry(
     if inverse_length is not None:
         lengths = inverse_length.repeat_interleave(group, 1)[:, :, None].expand(-1, -1, num_r, -1)
         factor = factor * lengths.gather(-1, index)
-    weighted = _gather(tokens, index, group).mul_(factor[..., None])  # e x, [S, H, R, K, E]
-    s = weighted[..., :top_n, :].sum(-2)
+    # s' = sum of e x over the selection
+    chosen = _gather(tokens, index if masked_search else index[..., :top_n], group)  # [S, H, R, N or K, E]
+    s = (factor[..., None, :top_n] @ chosen[..., :top_n, :]).squeeze(-2)
     s_square = s.square().sum(-1)
-    from_s = weighted - s[..., None, :]
-    near = torch.linalg.vector_norm(from_s, dim=-1)  # D' of the K largest
-    near_excess = (weighted * from_s.sub_(s[..., None, :])).sum(-1)
 
     product = (s * -2.0).view(num_s, groups, -1, width) @ tokens.transpose(-1, -2)
-    excess = product.view(num_s, num_h, num_r, length)
+    product = product.view(num_s, num_h, num_r, length)  # -2 s'.tokens
     if inverse_length is None:
         squares = torch.linalg.vector_norm(tokens, dim=-1).square().repeat_interleave(group, 1)[:, :, None]
-        excess = excess.addcmul_(tail, squares)
+        pull = product.addcmul_(tail, squares) if masked_search else torch.addcmul(product, tail, squares)
     elif masked_search or bool((inverse_length == 0).any()):  # zero vectors: |x|^2 is 0 and not 1
-        ones = (inverse_length > 0).to(tail.dtype).repeat_interleave(group, 1)[:, :, None]
-        excess = excess.mul_(lengths).addcmul_(tail, ones)
+        squares = (inverse_length > 0).to(tail.dtype).repeat_interleave(group, 1)[:, :, None]
+        product = product.mul_(lengths)
+        pull = torch.addcmul(product, tail, squares)
     else:
-        excess = torch.addcmul(tail, excess, lengths)
-    excess = excess.mul_(tail)  # 0 at the K largest and at masked keys
+        squares = None
+        product = product.mul_(lengths)  # -2 s'.x
+        pull = tail + product
+    excess = pull.mul_(tail)  # 0 at the K largest and at masked keys
+    if masked_search:
+        # no row can be looked at again later: subtract vector by vector at once
+        weighted = chosen.mul_(factor[..., None])
+        from_s = weighted - s[..., None, :]
+        near = torch.linalg.vector_norm(from_s, dim=-1)  # D' of the K largest
+        near_excess = (weighted * from_s.sub_(s[..., None, :])).sum(-1)
+    else:
+        near_square = e_top if squares is None else e_top * squares.expand_as(tail).gather(-1, index)
+        near_excess = (near_square + product.gather(-1, index)) * e_top
+        near = (near_excess + s_square[..., None]).clamp_(min=0.0).sqrt_()
 
     ranks = torch.arange(index.shape[-1], device=index.device)
     outside_near = ((ranks >= top_n) & (ranks < n[..., None])).expand_as(near)
@@ -112,9 +123,7 @@ def selection_geometry(
     if not masked_search:
         cancels = (n > top_n) & (radius + s_square < _CANCELS * s_square)
         if cancels.any():
-            _recompute(
-                cancels, tokens, inverse_length, tail, index, visible, s, near, outside_near, inside, distance, top_n
-            )
+            _recompute(cancels, tokens, inverse_length, tail, e_top, index, visible, s, inside, distance, top_n)
     distance = torch.where(n > top_n, distance, 0.0).clamp(min=0.0)
     separability = torch.ones_like(inside) if top_n == 1 else inside / top_n
     if broken is not None:
@@ -153,11 +162,10 @@ def _recompute(
     tokens: Tensor,
     inverse_length: Tensor | None,
     tail: Tensor,
+    e_top: Tensor,
     index: Tensor,
     visible: Tensor | None,
     s: Tensor,
-    near: Tensor,
-    outside_near: Tensor,
     inside: Tensor,
     distance: Tensor,
     top_n: int,
@@ -167,16 +175,16 @@ def _recompute(
     block = max(1, _EXACT_ELEMENTS // (tail.shape[-1] * tokens.shape[-1]))
     for chunk in rows.nonzero().split(block):
         at = chunk.unbind(-1)
-        x = tokens[at[0], at[1] // group]  # [rows, Lk, E]
-        factor = tail[at]
+        factor = tail[at].scatter_(-1, index[at], e_top[at])
         if inverse_length is not None:
-            factor = factor * inverse_length[at[0], at[1] // group]
+            factor *= inverse_length[at[0], at[1] // group]
+        x = tokens[at[0], at[1] // group]  # [rows, Lk, E]
         gaps = torch.linalg.vector_norm(x * factor[..., None] - s[at][:, None], dim=-1)
+        selected = index[at][:, :top_n]
         outside = torch.ones_like(gaps, dtype=torch.bool)
         if visible is not None:
             outside = visible.expand_as(tail)[at].clone()
-        outside.scatter_(-1, index[at], False)
-        near_outside = torch.where(outside_near[at], near[at], math.inf)
-        radius = torch.where(outside, gaps, math.inf).amin(-1).minimum(near_outside.amin(-1))
-        inside[at] = (near[at][..., :top_n] < radius[..., None]).sum(-1, dtype=tail.dtype)
-        distance[at] = torch.where(outside, gaps, 0.0).sum(-1) + torch.where(outside_near[at], near[at], 0.0).sum(-1)
+        outside.scatter_(-1, selected, False)
+        radius = torch.where(outside, gaps, math.inf).amin(-1, keepdim=True)
+        inside[at] = (gaps.gather(-1, selected) < radius).sum(-1, dtype=tail.dtype)
+        distance[at] = torch.where(outside, gaps, 0.0).sum(-1)

@@ -103,6 +103,7 @@ class _Reducer:
         self.with_geometry = tokens is not None and any(METRICS[name].needs == "value" for name in wanted)
         self.with_fd = "jacobian_fd" in wanted
         self._boxes: dict[str, tuple[Any, Any]] = {}
+        self._clean = True  # no vector of the box at hand holds a NaN or an infinity
         self.dtype = torch.float32 if plan.positions.device.type == "mps" else torch.float64
 
     def blocks(self) -> Iterator[_Block]:
@@ -241,14 +242,15 @@ class _Reducer:
         else:
             assert self.call.value is not None
             name, vectors = "value", self._box("value", self.call.value, block)
-        if self.settings.tokens == "value_raw":
-            return vectors[:, :, block.keys], None
         key = (name, block.sequences.start, block.heads.start)
         if self._boxes.get("length", (None, None))[0] != key:
             length = torch.linalg.vector_norm(vectors, dim=-1)
             # a zero vector stays zero
             inverse = torch.where(length > 0, 1.0 / length, 0.0)
             self._boxes["length"] = (key, torch.where(length.isfinite(), inverse, math.nan))
+            self._clean = not self.on_cpu or bool(length.isfinite().all())
+        if self.settings.tokens == "value_raw":
+            return vectors[:, :, block.keys], None
         return vectors[:, :, block.keys], self._boxes["length"][1][:, :, block.keys]
 
     def _perturbation(self, block: _Block, positions: Tensor, visible: Visible | None) -> Tensor:
@@ -300,8 +302,7 @@ class _Reducer:
         elif block.keys.start:
             first_key = torch.full_like(positions, -block.keys.start)
         tokens, unit = self._tokens(block)
-        if self.on_cpu and tokens is not None and not robust:
-            robust = not bool((torch.linalg.vector_norm(tokens, dim=-1) if unit is None else unit).isfinite().all())
+        robust = robust or not self._clean
         inputs = RowInputs(
             z=z,
             visible=visible,
