@@ -4,13 +4,14 @@ The softmax's input is, to the last bit, what the definitions call logits: scale
 it. What it does not tell is the scale, which the tracker follows through the arithmetic from product to softmax
 (and on queries and keys that were scaled beforehand), and the values, which appear in the product afterwards. Two
 things between product and softmax are not part of the logits: a learned sink, one more column that has no key and
-is dropped after the softmax, and a number subtracted from a whole row. Tensors are told apart by identity; of the
-tensors of L x L none is kept beyond the operation that reads it (before a sink or a shift: beyond the softmax).
+is dropped after the softmax, and a number subtracted from a whole row. Tensors are told apart by identity and not
+kept alive (those before a sink or a shift are, up to the softmax), since a model may go on with any of them.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -57,15 +58,30 @@ _PIECES: frozenset[Any] = frozenset(
 _PARTS = _PIECES | _CONCATENATE  # a result smaller or larger than what it is made of
 
 _MAX_SCALED = 24  # scaled tensors remembered per module call: queries and keys on their way through a rotation
-_MAX_SCORES = 3  # products on their way to a softmax: content and positions, say
+_MAX_SCORES = 8  # tensors between product and softmax, or between softmax and values
+
+
+class _Identity:
+    """Says whether a tensor is the one it was made for."""
+
+    __slots__ = ("_reference",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        # a compiler traces no weak references; its tensors have no memory
+        self._reference: Any = tensor if torch.compiler.is_compiling() else weakref.ref(tensor)
+
+    def of(self, tensor: Tensor) -> bool:
+        if torch.compiler.is_compiling():
+            return self._reference is tensor
+        return self._reference() is tensor
 
 
 @dataclass(slots=True)
 class _Scores:
-    tensor: Tensor
+    identity: _Identity
     factor: float | None  # None: multiplied by something whose value is not known without waiting for it
     head_dim: int
-    logits: Tensor | None = None  # ``tensor`` before a sink was appended or the rows were shifted
+    logits: Tensor | None = None  # the tensor before a sink was appended or the rows were shifted
     sinks: Tensor | None = None  # [H]
     trouble: str = ""  # why this cannot be measured, should it reach a softmax
 
@@ -105,9 +121,8 @@ class EagerTracker:
         self._listener = listener
         self._outer = outer
         self._scores: list[_Scores] = []
-        self._scaled: list[tuple[Tensor, float]] = []
-        self._probs: Tensor | None = None
-        self._sink_columns = 0  # columns that ``_probs`` still has for a sink
+        self._scaled: list[tuple[_Identity, float]] = []
+        self._probs: list[tuple[_Identity, int]] = []  # and the columns that it still has for a sink
         self._token: Any = None
 
     def saw(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
@@ -136,10 +151,10 @@ class EagerTracker:
         tracker: EagerTracker | None = self
         while tracker is not None:
             for known, factor in reversed(tracker._scaled):
-                if known is tensor:
+                if known.of(tensor):
                     return factor
             for scores in tracker._scores:  # queries made by a product, then scaled
-                if scores.tensor is tensor:
+                if scores.identity.of(tensor):
                     return 1.0 if scores.factor is None else scores.factor
             tracker = tracker._outer
         return 1.0
@@ -148,12 +163,13 @@ class EagerTracker:
         """The module's forward has ended."""
         if self._token is not None:
             self._deliver(None, used=False)
-        self._probs = None
+        self._probs.clear()
         self._scores.clear()
         self._scaled.clear()
 
     def _deliver(self, values: Tensor | None, *, used: bool) -> None:
-        token, self._token, self._probs, self._sink_columns = self._token, None, None, 0
+        token, self._token = self._token, None
+        self._probs.clear()
         self._listener.values(token, values, used=used)
 
     # -- what is on its way --------------------------------------------------------------------------------
@@ -162,34 +178,32 @@ class EagerTracker:
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], operands: list[Tensor], result: Any
     ) -> bool:
         """Whether the call is one with this tracker's weights or scores; then it is dealt with."""
-        probs = self._probs
-        if probs is not None:
+        if self._probs or self._scores:
             for operand in operands:
-                if operand is probs:
-                    self._pass_probs(func, args, kwargs, probs, result)
-                    return True
-        if self._scores:
-            for operand in operands:
+                for identity, sinks in self._probs:
+                    if identity.of(operand):
+                        self._pass_probs(func, args, kwargs, operand, sinks, result)
+                        return True
                 for scores in self._scores:
-                    if scores.tensor is operand:
-                        return self._take_scores(func, args, kwargs, operands, scores, result)
+                    if scores.identity.of(operand):
+                        return self._take_scores(func, args, kwargs, operands, scores, operand, result)
         return False
 
     def _take_scores(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], operands: list[Tensor], scores: _Scores,
-        result: Any,
+        tensor: Tensor, result: Any,
     ) -> bool:  # fmt: skip
         if func in _SOFTMAX:
-            self._softmax(scores, _dim_of(args, kwargs), result)
+            self._softmax(scores, tensor, _dim_of(args, kwargs), result)
             return True
         if func in _PRODUCTS:
             return False  # queries that were themselves made by a product
         if func in _CONCATENATE:
-            self._concatenate(scores, operands, _dim_of(args, kwargs, default=0), result)
+            self._concatenate(scores, tensor, operands, _dim_of(args, kwargs, default=0), result)
         elif func is F.pad:
-            self._pad(scores, args, kwargs, result)
+            self._pad(scores, tensor, args, kwargs, result)
         elif isinstance(result, Tensor):
-            self._pass_scores(scores, func, args, operands, result)
+            self._pass_scores(scores, tensor, func, args, operands, result)
         return True
 
     def _product(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor) -> None:
@@ -207,12 +221,12 @@ class EagerTracker:
             factor = float(kwargs.get("alpha", 1.0))
         for operand in (left, right):
             factor *= self.factor_of(operand)
-        # what was made by a product and enters another was no score
-        self._scores = [known for known in self._scores if known.tensor is not left and known.tensor is not right]
-        self._scores = [*self._scores[-_MAX_SCORES + 1 :], _Scores(result, factor, head_dim)]
+        self._note(_Scores(_Identity(result), factor, head_dim))
 
-    def _softmax(self, scores: _Scores, dim: Any, result: Any) -> None:
-        source = scores.tensor
+    def _note(self, scores: _Scores) -> None:
+        self._scores = [*self._scores[-_MAX_SCORES + 1 :], scores]
+
+    def _softmax(self, scores: _Scores, source: Tensor, dim: Any, result: Any) -> None:
         if source.dim() < 3 or not isinstance(result, Tensor):
             return
         self._scores.clear()
@@ -232,16 +246,12 @@ class EagerTracker:
             return
         logits = source if scores.logits is None else scores.logits
         self._token = self._listener.softmax(SoftmaxSeen(logits, scores.factor, scores.head_dim, scores.sinks))
-        self._probs = result if self._token is not None else None
-        self._sink_columns = 0 if scores.sinks is None else 1
-
-    def _replace(self, scores: _Scores, *others: _Scores) -> None:
-        self._scores = [known for known in self._scores if known is not scores] + list(others)
+        if self._token is not None:
+            self._probs.append((_Identity(result), 0 if scores.sinks is None else 1))
 
     def _pass_scores(
-        self, scores: _Scores, func: Any, args: tuple[Any, ...], operands: list[Tensor], result: Tensor
+        self, scores: _Scores, tensor: Tensor, func: Any, args: tuple[Any, ...], operands: list[Tensor], result: Tensor
     ) -> None:
-        tensor = scores.tensor
         if result.dtype == torch.bool or result.numel() < tensor.numel() or result.dim() < 3:
             return
         factor, logits, sinks, trouble = scores.factor, scores.logits, scores.sinks, scores.trouble
@@ -253,34 +263,35 @@ class EagerTracker:
             factor = None if factor is None or change is None else factor * change
         else:
             for other in self._scores:  # the sum of two products
-                if other is not scores and any(other.tensor is operand for operand in operands):
+                if other is not scores and any(other.identity.of(operand) for operand in operands):
                     factor = factor if factor == other.factor else None
         if func in _SUBTRACT and _is_row_shift(args, tensor):
             logits = tensor if logits is None else logits
         elif logits is not None and func not in _CASTS:
             trouble = trouble or "the logits are changed after a sink was appended or each row was shifted"
-        self._scores = [known for known in self._scores if not any(known.tensor is operand for operand in operands)]
-        self._scores.append(_Scores(result, factor, scores.head_dim, logits, sinks, trouble))
+        if result is tensor:  # in place
+            self._scores = [known for known in self._scores if known is not scores]
+        self._note(_Scores(_Identity(result), factor, scores.head_dim, logits, sinks, trouble))
 
-    def _concatenate(self, scores: _Scores, operands: list[Tensor], dim: Any, result: Any) -> None:
-        tensor = scores.tensor
+    def _concatenate(self, scores: _Scores, tensor: Tensor, operands: list[Tensor], dim: Any, result: Any) -> None:
         if not isinstance(result, Tensor) or dim not in (-1, tensor.dim() - 1):
             return
         others = [operand for operand in operands if operand is not tensor]
         if len(others) == 1 and others[0].shape[-1] == 1 and scores.sinks is None:
             sinks = _per_head(others[0])
             trouble = "" if sinks is not None else "a column without a key that differs from row to row"
-            kept = _Scores(result, scores.factor, scores.head_dim, tensor, sinks, scores.trouble or trouble)
+            kept = _Scores(_Identity(result), scores.factor, scores.head_dim, tensor, sinks, scores.trouble or trouble)
         else:  # the keys of two sources, say
-            kept = _Scores(result, scores.factor, scores.head_dim, None, None, scores.trouble)
+            kept = _Scores(_Identity(result), scores.factor, scores.head_dim, None, None, scores.trouble)
             if scores.logits is not None:
                 kept.trouble = "the logits are joined to others after each row was shifted or a sink was appended"
-        self._replace(scores, kept)
+        self._note(kept)
 
-    def _pad(self, scores: _Scores, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+    def _pad(
+        self, scores: _Scores, tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
         if not isinstance(result, Tensor):
             return
-        tensor = scores.tensor
         width = kwargs.get("pad", args[1] if len(args) > 1 else ())
         value = kwargs.get("value", args[3] if len(args) > 3 else None)
         trouble = scores.trouble
@@ -289,18 +300,19 @@ class EagerTracker:
             sinks = tensor.new_full((tensor.shape[1],), 0.0 if value is None else float(value))
         else:
             trouble = trouble or "the logits are padded"
-        self._replace(scores, _Scores(result, scores.factor, scores.head_dim, tensor, sinks, trouble))
+        self._note(_Scores(_Identity(result), scores.factor, scores.head_dim, tensor, sinks, trouble))
 
     def _pass_probs(
-        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], probs: Tensor, result: Any
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], probs: Tensor, sinks: int, result: Any
     ) -> None:
         if func in _PRODUCTS:
             found = _product_operands(func, args, kwargs)
             if found is None:
                 return
             equation, left, right = found
-            if self._sink_columns:
-                self._token, self._probs, self._sink_columns = None, None, 0
+            if sinks:
+                self._token = None
+                self._probs.clear()
                 self._listener.refused("a column was appended to the logits that has values of its own", probs)
                 return
             self._deliver(values_of(equation, left, right, left_is_probs=left is probs), used=True)
@@ -310,12 +322,13 @@ class EagerTracker:
             if not isinstance(piece, Tensor) or not piece.is_floating_point():
                 continue
             if piece.shape == probs.shape or (func in _RESHAPES and piece.numel() == probs.numel()):
-                self._probs = piece  # dropout, cast, [B, H, L, L] as [B * H, L, L]
-                return
-            if self._sink_columns and func in _PIECES and piece.dim() == probs.dim():
-                if piece.shape[-1] == probs.shape[-1] - 1 and piece.shape[:-1] == probs.shape[:-1]:
-                    self._probs, self._sink_columns = piece, 0
-                    return
+                left = sinks  # dropout, cast, [B, H, L, L] as [B * H, L, L]
+            elif sinks and func in _PIECES and piece.shape == (*probs.shape[:-1], probs.shape[-1] - sinks):
+                left = 0
+            else:
+                continue
+            self._probs = [*self._probs[-_MAX_SCORES + 1 :], (_Identity(piece), left)]
+            return
 
     def _pass_scaled(self, func: Any, args: tuple[Any, ...], operands: list[Tensor], result: Any) -> None:
         """Queries or keys on their way from their projection to the product."""
@@ -339,7 +352,7 @@ class EagerTracker:
         elif func not in _PARTS and first.numel() < max(operand.numel() for operand in operands):
             return  # a sum, say
         if factor != 1.0:
-            news = [(piece, factor) for piece in pieces if isinstance(piece, Tensor)]
+            news = [(_Identity(piece), factor) for piece in pieces if isinstance(piece, Tensor)]
             self._scaled = [*self._scaled, *news][-_MAX_SCALED:]
 
 

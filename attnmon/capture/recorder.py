@@ -17,8 +17,10 @@ from attnmon.capture import modules as names
 from attnmon.capture.axes import Entered, count_heads, values_with_heads, with_heads
 from attnmon.capture.coverage import CoverageRecord, Site
 from attnmon.capture.eager import EagerTracker, SoftmaxSeen
+from attnmon.capture.flash import FlashPatch
 from attnmon.capture.flex import FlexPatch
 from attnmon.capture.hooks import AfterForward, BeforeForward
+from attnmon.capture.registry import RegistryPatch
 from attnmon.capture.torch_calls import CallMode, Described, describe_mha, describe_sdpa
 from attnmon.errors import AttnmonError, UnsupportedAttention
 from attnmon.types import AttentionCall
@@ -59,10 +61,11 @@ class Patch(Protocol):
 class _Frame:
     """One module's forward on the stack."""
 
-    __slots__ = ("entered", "hidden", "index", "tracker")
+    __slots__ = ("entered", "hidden", "index", "left", "tracker")
 
     def __init__(self, index: int, tracker: EagerTracker, hidden: Tensor | None, entered: Entered) -> None:
         self.index, self.tracker, self.hidden, self.entered = index, tracker, hidden, entered
+        self.left = 0  # operators left in a traced graph
 
     def complete(self, described: Described) -> Described:
         """Add what the call itself does not tell: a scale that queries already have, a second sequence."""
@@ -106,7 +109,12 @@ class Recorder:
         self._watched = _find(model, include, exclude)
         self._sites = [site for _, site in self._watched]
         self._order = {site.path: index for index, site in enumerate(self._sites)}
-        self._patches: list[Patch] = [FlexPatch(self)]  # functions replaced during a measured step
+        # functions replaced during a measured step
+        self._patches: list[Patch] = [
+            FlexPatch(self),
+            FlashPatch(self, [module for module, _ in self._watched]),
+            RegistryPatch(self, self._watched),
+        ]
         self._flex_operator: Any = None
         self._handles: list[Any] = []
         self._hooked: frozenset[int] = frozenset()
@@ -424,6 +432,7 @@ class Recorder:
         query, key, value = described["query"], described["key"], described.get("value")
         mask, sinks = described.get("attn_mask"), described.get("sinks")
         left, right = normalise_window(described.get("window")) or (None, None)
+        self._trail[-1].left += 1
         torch.ops.attnmon.observe(
             self._buffers[query.device],
             self._number,
@@ -454,6 +463,8 @@ class Recorder:
             return
         logits, positions, value, scale = flex.rows_in_graph(args, _TRACED_SEQUENCES, _TRACED_ROWS)
         order, head_dim = self._buffers[logits.device], args[0].shape[3]
+        if self._trail:
+            self._trail[-1].left += 1
         torch.ops.attnmon.observe_rows(order, self._number, index, flex.ROUTE, logits, positions, value, scale, head_dim)
 
     def leave_logits(
@@ -462,6 +473,8 @@ class Recorder:
         """While a graph is traced: the operator for eager attention."""
         if self._sites[index].excluded:
             return
+        if self._trail:
+            self._trail[-1].left += 1
         torch.ops.attnmon.observe_logits(
             self._buffers[seen.logits.device],
             self._number,
@@ -478,6 +491,8 @@ class Recorder:
     def leave_refusal(self, index: int, reason: str, device: torch.device) -> None:
         """While a graph is traced: the operator for a call that is not measured."""
         if self._sites[index].expected and not self._sites[index].excluded:
+            if self._trail:
+                self._trail[-1].left += 1
             torch.ops.attnmon.refuse(self._buffers[device], self._number, index, reason)
 
     def replay(self, index: int, route: str, described: Described) -> None:

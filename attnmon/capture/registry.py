@@ -22,6 +22,7 @@ from attnmon.capture.torch_calls import Described
 from attnmon.errors import UnsupportedAttention
 
 if TYPE_CHECKING:
+    from attnmon.capture.coverage import Site
     from attnmon.capture.recorder import Recorder
 
 _Table = MutableMapping[str, Any]
@@ -45,14 +46,14 @@ class RegistryPatch:
 
     Args:
         recorder: told of each call.
-        modules: the watched modules; some model files have a registry of their own.
+        watched: the watched modules; some model files have a registry of their own.
     """
 
-    def __init__(self, recorder: Recorder, modules: Sequence[weakref.ref[nn.Module]]) -> None:
-        self._recorder, self._modules = recorder, modules
+    def __init__(self, recorder: Recorder, watched: Sequence[tuple[weakref.ref[nn.Module], Site]]) -> None:
+        self._recorder, self._watched = recorder, watched
         self._replacements = Replacements(recorder)
         self._placed: list[tuple[_Table, str, Replacement]] = []
-        self._describer = Describer()
+        self._describer = Describer(self._is_cross)
 
     def install(self) -> None:
         for table in self._tables():
@@ -85,12 +86,15 @@ class RegistryPatch:
             describe, opaque = describer.other, False
         return Replacement(self._recorder, name, current, describe, takes_module=True, opaque=opaque)
 
+    def _is_cross(self, module: nn.Module) -> bool:
+        return any(site.kind == "cross" and reference() is module for reference, site in self._watched)
+
     def _tables(self) -> list[_Table]:
         """The dictionaries behind the registries in use, each once."""
         owners = [sys.modules.get("transformers.modeling_utils")]
         if owners[0] is None:
             return []
-        for reference in self._modules:
+        for reference, _ in self._watched:
             module = reference()
             owners.extend(sys.modules.get(kind.__module__) for kind in type(module).__mro__)
         registries = {id(owner): getattr(owner, "ALL_ATTENTION_FUNCTIONS", None) for owner in owners if owner}
@@ -109,7 +113,8 @@ class RegistryPatch:
 class Describer:
     """What the calls of registered implementations mean; remembers, within a step, what it derived from masks."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_cross: Callable[[nn.Module], bool] = lambda module: False) -> None:
+        self._module_is_cross = is_cross
         self._derived: dict[tuple[str, int], tuple[Any, Any, Any]] = {}
         version = _version()
         self._inset = 1 if version >= (4, 56) else 0  # a window counts the query's own key, or did not
@@ -135,8 +140,8 @@ class Describer:
         # queries are taken out by the last columns of the mask, be they of the same sequence or not
         if query_len > key_len:
             raise UnsupportedAttention("a padding mask with more queries than keys: transformers mixes up the queries")
-        if query_len == key_len:
-            return {**described, "is_cross": False}
+        if query_len == key_len and not (described.get("is_cross") or self._module_is_cross(given["module"])):
+            return described  # then a query is padding because its key is
         kept = self._once("queries", mask, lambda: mask.bool())[:, None, key_len - query_len :, None]
         window = described.get("attn_mask")
         return {**described, "attn_mask": kept if window is None else window & kept}
@@ -223,7 +228,8 @@ class Describer:
             raise UnsupportedAttention(f"a mask {list(mask.shape)} where one of [B, Lk] is expected")
         if mask.shape[1] != key_len:
             raise UnsupportedAttention(f"a padding mask for {mask.shape[1]} keys where there are {key_len}")
-        return self._once("padding", mask, lambda: mask == 0)
+        hidden: Tensor = self._once("padding", mask, lambda: mask == 0)
+        return hidden
 
     def _compact_window(self, described: Described, mask: Tensor, query_len: int, key_len: int) -> None:
         """A window counts real tokens only: where padding lies between them, it reaches further."""
@@ -232,12 +238,21 @@ class Describer:
             contiguous = self._once("contiguous", mask, lambda: bool(_runs(mask) <= 1))
         if contiguous:
             return
-        if mask.shape[0] * query_len * key_len > _DENSE_ELEMENTS:
-            raise UnsupportedAttention("a sliding window over a long mask with padding between tokens")
         left, right = described.pop("window")
         rank = (mask != 0).cumsum(-1)
-        ahead = rank[:, None, None, :] - rank[:, None, key_len - query_len :, None]
-        described["attn_mask"] = (ahead >= -left) & (ahead <= right)
+        first = key_len - query_len
+        if mask.shape[0] * query_len * key_len <= _DENSE_ELEMENTS:
+            ahead = rank[:, None, None, :] - rank[:, None, first:, None]
+            described["attn_mask"] = (ahead >= -left) & (ahead <= right)
+        elif torch.compiler.is_compiling():
+            raise UnsupportedAttention("a sliding window over long padded sequences in a compiled graph")
+        else:
+
+            def near(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+                ahead = rank[b, j] - rank[b, i + first]
+                return (ahead >= -left) & (ahead <= right)
+
+            described["mask_mod"] = near
 
     def _boundaries(self, given: Mapping[str, Any], needs_lengths: bool) -> tuple[Tensor, Tensor | None] | None:
         """``cu_seqlens`` of packed sequences, given or told by positions that start again; None if not packed."""
@@ -281,7 +296,8 @@ class Describer:
             starts = (positions.reshape(-1) == lowest).nonzero().view(-1)
             return torch.cat([starts, torch.full_like(starts[:1], positions.numel())])
 
-        return self._once("starts", positions, find)
+        starts: Tensor | None = self._once("starts", positions, find)
+        return starts
 
     def _is_causal(self, given: Mapping[str, Any], *, default: bool | None) -> bool:
         said = None if self._asks_module else given.get("is_causal")

@@ -13,6 +13,8 @@ import math
 import torch
 from torch import Tensor
 
+from attnmon.stats.products import gather_vectors, scores
+
 _CANCELS = 1e-2  # of min D'^2 / |s'|^2; float32 then still leaves D' five digits
 _EXACT_ELEMENTS = 1 << 22  # of [rows, Lk, E] differences at a time
 
@@ -68,11 +70,11 @@ def selection_geometry(
         lengths = inverse_length.repeat_interleave(group, 1)[:, :, None].expand(-1, -1, num_r, -1)
         factor = factor * lengths.gather(-1, index)
     # s' = sum of e x over the selection
-    chosen = _gather(tokens, index if masked_search else index[..., :top_n], group)  # [S, H, R, N or K, E]
+    chosen = gather_vectors(tokens, index if masked_search else index[..., :top_n], group)  # [S, H, R, N or K, E]
     s = (factor[..., None, :top_n] @ chosen[..., :top_n, :]).squeeze(-2)
     s_square = s.square().sum(-1)
 
-    product = (s * -2.0).view(num_s, groups, -1, width) @ tokens.transpose(-1, -2)
+    product = scores((s * -2.0).view(num_s, groups, -1, width), tokens)
     product = product.view(num_s, num_h, num_r, length)  # -2 s'.tokens
     if inverse_length is None:
         squares = torch.linalg.vector_norm(tokens, dim=-1).square().repeat_interleave(group, 1)[:, :, None]
@@ -130,23 +132,6 @@ def selection_geometry(
         separability = torch.where(broken, math.nan, separability)
         distance = torch.where(broken, math.nan, distance)
     return separability, distance / total
-
-
-def _gather(tokens: Tensor, index: Tensor, group: int) -> Tensor:
-    """Tokens of the indexed keys: [S, H, R, K, E], of the head's own group.
-
-    ``tokens`` may be a range of positions of a contiguous tensor; it is gathered from without a copy.
-    """
-    num_s, groups, length, width = tokens.shape
-    if tokens.stride(3) != 1 or any(tokens.stride(axis) % tokens.stride(2) for axis in (0, 1)):
-        tokens = tokens.contiguous()
-    by_sequence, by_group = tokens.stride(0) // tokens.stride(2), tokens.stride(1) // tokens.stride(2)
-    num_rows = (num_s - 1) * by_sequence + (groups - 1) * by_group + length
-    flat = tokens.as_strided((num_rows, width), (tokens.stride(2), 1))
-    head_group = torch.arange(index.shape[1], device=index.device) // group
-    base = torch.arange(num_s, device=index.device)[:, None] * by_sequence + head_group * by_group  # [S, H]
-    rows = base[:, :, None, None] + index
-    return flat.index_select(0, rows.flatten()).view(*index.shape, width)
 
 
 def _least(excess: Tensor, index: Tensor, visible: Tensor | None) -> Tensor:

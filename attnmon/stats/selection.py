@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_CHUNK = 8  # keys per chunk of the two-level search on a CPU
+_CHUNKS = (32, 16, 8, 4)  # keys per chunk that the two-level search on a CPU may use
 
 
 def largest(values: Tensor, count: int, tie_rank: int, floor: float) -> tuple[Tensor, Tensor]:
@@ -37,16 +37,27 @@ def largest(values: Tensor, count: int, tie_rank: int, floor: float) -> tuple[Te
     return top, index
 
 
+def chunk_size(length: int, count: int) -> int:
+    """Keys per chunk of the two-level search: 1 where one search over all keys is cheaper.
+
+    The search looks at length / chunk maxima, then at chunk * count candidates.
+    """
+    fitting = [chunk for chunk in _CHUNKS if length % chunk == 0 and length // chunk >= count]
+    best = min(fitting, key=lambda chunk: length / chunk + chunk * count, default=1)
+    return best if best > 1 and length / best + best * count < 0.7 * length else 1
+
+
 def _largest_cpu(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     length = values.shape[-1]
-    chunks = length // _CHUNK
-    if chunks < 2 * count or length % _CHUNK:
+    chunk = chunk_size(length, count)
+    if chunk == 1:
         top, index = values.topk(count, dim=-1)
         return top, index
+    chunks = length // chunk
     # the count largest lie in the count chunks with the largest maxima; chunk c holds keys c, c + chunks, ...
-    by_chunk = values.view(*values.shape[:-1], _CHUNK, chunks)
+    by_chunk = values.view(*values.shape[:-1], chunk, chunks)
     best = by_chunk.amax(-2).topk(count, dim=-1, sorted=False).indices
-    spread = best.unsqueeze(-2).expand(*best.shape[:-1], _CHUNK, count)
+    spread = best.unsqueeze(-2).expand(*best.shape[:-1], chunk, count)
     candidates = by_chunk.gather(-1, spread)
     top, place = candidates.flatten(-2).topk(count, dim=-1)
     offset = torch.div(place, count, rounding_mode="floor")

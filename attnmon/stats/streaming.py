@@ -20,6 +20,7 @@ from attnmon.mods import score_rows
 from attnmon.stats.directions import TABLE_SIZE, direction_start, direction_table
 from attnmon.stats.packing import Packing
 from attnmon.stats.plan import Plan, logit_threshold
+from attnmon.stats.products import in_dtype, scores
 from attnmon.stats.rows import EXPM1_LIMIT, HIDDEN, RowInputs, Visible, row_metrics
 from attnmon.stats.settings import Settings
 from attnmon.stats.visibility import mask_threshold, mod_indices, visible_keys
@@ -197,7 +198,7 @@ class _Reducer:
         keys = self._box("key", call.key, block)[:, :, block.keys]
         num_s, num_g, _, dim = keys.shape
         num_rows = positions.shape[1]
-        product = query.view(num_s, num_g, self.group * num_rows, dim) @ keys.transpose(-1, -2)
+        product = scores(query.view(num_s, num_g, self.group * num_rows, dim), keys)
         return product.view(num_s, num_g * self.group, num_rows, block.num_keys)
 
     def _modified(
@@ -221,11 +222,11 @@ class _Reducer:
         return slice(block.heads.start // self.group, block.heads.stop // self.group)
 
     def _box(self, name: str, tensor: Tensor, block: _Block) -> Tensor:
-        """A box of keys or values, all positions, contiguous in the arithmetic's dtype; kept for its other rows."""
+        """A box of keys or values, all positions, in the arithmetic's dtype; kept for its other rows."""
         key = (name, block.sequences.start, block.heads.start)
         if self._boxes.get(name, (None, None))[0] != key:
             part = self._of_sequences(tensor, block)
-            self._boxes[name] = (key, _contiguous(part[:, self._groups(block)], self.compute))
+            self._boxes[name] = (key, in_dtype(part[:, self._groups(block)], self.compute))
         box: Tensor = self._boxes[name][1]
         return box
 
@@ -238,7 +239,7 @@ class _Reducer:
             return None, None
         if self.settings.tokens == "hidden":
             assert self.call.hidden is not None
-            name, vectors = "hidden", _contiguous(self._of_sequences(self.call.hidden, block), self.compute)[:, None]
+            name, vectors = "hidden", in_dtype(self._of_sequences(self.call.hidden, block), self.compute)[:, None]
         else:
             assert self.call.value is not None
             name, vectors = "value", self._box("value", self.call.value, block)
@@ -358,9 +359,3 @@ class _Reducer:
                 counted = classes[METRICS[name].valid_rows]
                 pieces.append(torch.where(counted, value, -math.inf).amax((0, 2))[None].to(self.dtype))
         return torch.cat(pieces)
-
-
-def _contiguous(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    if tensor.dtype == dtype:
-        return tensor.contiguous()
-    return torch.empty(tensor.shape, dtype=dtype, device=tensor.device).copy_(tensor)

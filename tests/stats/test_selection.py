@@ -57,23 +57,25 @@ def test_long_rows_by_chunks(kind, length):
 
 
 def test_the_chunked_search_is_the_one_that_runs(monkeypatch):
-    """At and above two chunks per candidate, for whole chunks, ``topk`` never sees a whole row."""
+    """Where chunks pay and fit, ``topk`` never sees a whole row."""
     lengths = []
     topk = torch.Tensor.topk
     monkeypatch.setattr(torch.Tensor, "topk", lambda x, *a, **k: lengths.append(x.shape[-1]) or topk(x, *a, **k))
-    chunk = selection._CHUNK
-    for length, whole in ((chunk * 34, False), (chunk * 34 + 1, True), (chunk * 33, True)):
+    for length, whole in ((272, False), (273, True), (128, True), (4096, False), (2050, True)):
         lengths.clear()
         largest(torch.randn(1, length), 17, 16, FLOOR)
-        assert (length in lengths) == whole
+        assert (length in lengths) == whole == (selection.chunk_size(length, 17) == 1)
 
 
 def test_all_in_one_chunk_and_one_in_each():
-    values = torch.zeros(2, 64 * selection._CHUNK)
-    chunks = values.shape[1] // selection._CHUNK
-    values[0, 3::chunks] = torch.arange(1.0, selection._CHUNK + 1)  # chunk 3 alone
-    values[1, :chunks] = torch.arange(1.0, chunks + 1)  # the first key of each
-    for count in (2, selection._CHUNK, 20):
+    for count in (2, 8, 20):
+        length = 512
+        chunk = selection.chunk_size(length, count)
+        assert chunk > 1
+        chunks = length // chunk
+        values = torch.zeros(2, length)
+        values[0, 3::chunks] = torch.arange(1.0, chunk + 1)  # chunk 3 alone
+        values[1, :chunks] = torch.arange(1.0, chunks + 1)  # the first key of each
         _check(values, count, count - 1)
 
 

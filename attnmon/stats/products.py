@@ -1,0 +1,54 @@
+"""Batched products and gathers that read keys and values where they lie, without a copy."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``tensor`` [..., E] in ``dtype`` with its vectors contiguous; itself where it is so already."""
+    if tensor.dtype == dtype and tensor.stride(-1) == 1:
+        return tensor
+    return torch.empty(tensor.shape, dtype=dtype, device=tensor.device).copy_(tensor)
+
+
+def scores(rows: Tensor, vectors: Tensor) -> Tensor:
+    """rows @ vectors^T: [S, G, R, E], [S, G, K, E] -> [S, G, R, K].
+
+    Keys as models lay them out, [B, L, H, D] seen as [B, H, L, D], have axes that a batched product cannot fold into
+    one, so ``matmul`` would copy them all; one product a sequence reads them in place.
+    """
+    num_s, num_g = vectors.shape[:2]
+    foldable = num_s == 1 or vectors.stride(0) == num_g * vectors.stride(1)
+    if foldable or vectors.device.type != "cpu":
+        return rows @ vectors.transpose(-1, -2)
+    result = rows.new_empty(*rows.shape[:-1], vectors.shape[2])
+    for s in range(num_s):
+        torch.bmm(rows[s], vectors[s].transpose(-1, -2), out=result[s])
+    return result
+
+
+def gather_vectors(vectors: Tensor, index: Tensor, group: int) -> Tensor:
+    """Vectors of the indexed keys, of the head's own group.
+
+    Args:
+        vectors: [S, G, K, E].
+        index: int64 [S, H, R, N], H = G * group.
+
+    Returns:
+        [S, H, R, N, E].
+    """
+    num_s, num_g, length, width = vectors.shape
+    steps = vectors.stride()[:3]
+    if vectors.stride(3) != 1 or any(step % width for step in steps):
+        vectors = vectors.contiguous()
+        steps = vectors.stride()[:3]
+    # every vector begins at a multiple of its width: all of them are rows of one table
+    by_s, by_g, by_k = (step // width for step in steps)
+    num_rows = (num_s - 1) * by_s + (num_g - 1) * by_g + (length - 1) * by_k + 1
+    table = vectors.as_strided((num_rows, width), (width, 1))
+    head_group = torch.arange(index.shape[1], device=index.device) // group
+    base = torch.arange(num_s, device=index.device)[:, None] * by_s + head_group * by_g  # [S, H]
+    rows = base[:, :, None, None] + index * by_k
+    return table.index_select(0, rows.flatten()).view(*index.shape, width)
