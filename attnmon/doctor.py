@@ -68,7 +68,9 @@ def _build(target: str) -> tuple[nn.Module, Any]:
         raise AttnmonError(f"{target}() failed: {type(error).__name__}: {error}") from error
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
-        raise AttnmonError(f"{target}() must return a torch.nn.Module, or one and its inputs; got {type(model).__name__}")
+        raise AttnmonError(
+            f"{target}() must return a torch.nn.Module, or one and its inputs; got {type(model).__name__}"
+        )
     if inputs is None:
         inputs = getattr(model, "dummy_inputs", None)
     return model, inputs

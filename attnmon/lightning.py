@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from attnmon.capture import CoverageRecord, coverage_table
 from attnmon.errors import AttnmonError, AttnmonWarning, MissingExtra
-from attnmon.monitor import Monitor, as_tuple, check_options, watch
+from attnmon.monitor import Monitor, watch
+from attnmon.options import as_tuple, check_options
 from attnmon.rules import Rule
 from attnmon.stats.settings import check_count
 from attnmon.types import Alert, Snapshot

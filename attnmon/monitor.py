@@ -16,11 +16,11 @@ from attnmon.accumulator import Accumulator
 from attnmon.capture import CoverageRecord, Recorder
 from attnmon.errors import AttnmonError, AttnmonWarning
 from attnmon.metrics import METRICS
+from attnmon.options import as_tuple, check_options
 from attnmon.pending import Pending
 from attnmon.ranks import RankMerger, world_size
 from attnmon.rules import Rule, RuleSet
-from attnmon.stats.api import resolve_backend
-from attnmon.stats.settings import Settings, check_count
+from attnmon.stats.settings import Settings
 from attnmon.types import Alert, Snapshot
 from attnmon.writers import FanOut, Writer
 
@@ -371,72 +371,6 @@ class Monitor:
         if topic not in self._warned and len(self._warned) < 1000:
             self._warned.add(topic)
             warnings.warn(f"attnmon: {message}", AttnmonWarning, stacklevel=3)
-
-
-def check_options(
-    *,
-    every_n_steps: int = 1,
-    rows: int | None = 32,
-    sequences: int | None = 4,
-    top_n: int = 16,
-    tokens: str = "value",
-    fd_epsilon: float = 0.1,
-    metrics: Iterable[str] | str | None = None,
-    rules: Iterable[Rule] | None = None,
-    writers: Iterable[Writer] | Writer = (),
-    on_alert: Callable[[Alert], None] | None = None,
-    backend: str = "auto",
-    on_error: str = "warn",
-    write_every_n_steps: int = 1,
-    process_group: Any = None,
-    include: Sequence[str] | str | None = None,
-    exclude: Sequence[str] | str | None = None,
-) -> Settings:
-    """Validate everything about a monitor's options that needs no model.
-
-    Raises:
-        AttnmonError: says which option, what came and what is accepted.
-    """
-    del process_group
-    for name, patterns in (("include", include), ("exclude", exclude)):  # whether they match, only a model can tell
-        if not all(isinstance(pattern, str) for pattern in as_tuple(name, patterns, str) or ()):
-            raise AttnmonError(f"{name} must be glob patterns on module paths, such as '*.attn'; got {patterns!r}")
-    check_count("every_n_steps", every_n_steps)
-    check_count("write_every_n_steps", write_every_n_steps)
-    if on_error not in ("warn", "raise"):
-        raise AttnmonError(f"on_error must be 'warn' or 'raise'; got {on_error!r}")
-    if on_alert is not None and not callable(on_alert):
-        raise AttnmonError(f"on_alert must be callable with one Alert; got {on_alert!r}")
-    for writer in as_tuple("writers", writers, Writer) or ():
-        if not isinstance(writer, Writer):
-            raise AttnmonError(f"writers must be attnmon.writers.Writer objects; got {type(writer).__name__}")
-    settings = Settings.create(
-        metrics=as_tuple("metrics", metrics, str),
-        rows=rows,
-        sequences=sequences,
-        top_n=top_n,
-        tokens=tokens,
-        fd_epsilon=fd_epsilon,
-    )
-    resolve_backend(backend)
-    RuleSet(as_tuple("rules", rules, Rule))
-    return settings
-
-
-def as_tuple(name: str, given: Any, kind: type) -> Any:
-    """An option that is one ``kind`` or an iterable of them (perhaps one that runs once), as a tuple; None stays None.
-
-    Raises:
-        AttnmonError: it is neither.
-    """
-    if given is None:
-        return None
-    if isinstance(given, kind):
-        return (given,)
-    try:
-        return tuple(given)
-    except TypeError:
-        raise AttnmonError(f"{name} must be one {kind.__name__} or several; got {given!r}") from None
 
 
 def watch(

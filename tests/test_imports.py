@@ -25,6 +25,7 @@ LEVELS = {
     "pending": 2,
     "ranks": 2,
     "monitor": 2,
+    "options": 2,
     "lightning": 3,
     "huggingface": 3,
     "cli": 4,
