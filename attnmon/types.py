@@ -70,7 +70,7 @@ class AttentionCall:
         mask_mod_by_head: the mask function reads its head index.
         positions: [R] int64, the query positions that ``logits`` [B, H, R, Lk] holds; None means all.
         weights: [B, H, Lq, Lk], what a normaliser other than softmax made of ``logits``; or None.
-        normaliser: (logits [..., Lk]) -> weights, the function itself, given with ``weights``.
+        normaliser: (logits [..., Lk], alpha) -> weights, the function itself, given with ``weights``.
         alpha: of alpha-entmax (2 for sparsemax), the normaliser's; a number, or [H or 1] by head.
     """
 
@@ -96,7 +96,7 @@ class AttentionCall:
     mask_mod_by_head: bool = False
     positions: Tensor | None = None
     weights: Tensor | None = None
-    normaliser: Callable[[Tensor], Tensor] | None = None
+    normaliser: Callable[[Tensor, float | Tensor], Tensor] | None = None
     alpha: float | Tensor = 1.0
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,44 +15,60 @@ from attnmon.errors import UnsupportedAttention
 _CONTEXTS = ("encoder_hidden_states", "key_value_states", "context", "memory", "cross_attention_states", "kv")
 
 
-@dataclass(frozen=True, slots=True)
 class Entered:
-    """What a module's forward was given, as far as shapes tell.
+    """What a module's forward was given, as far as shapes tell; nothing is looked at before it is asked for.
 
-    Attributes:
-        shape: of the hidden states [B, L, E] or [L, B, E]; None if there are none.
-        lengths: possible lengths of other sequences among the arguments.
-        has_context: a keyword argument names another sequence.
+    (A compiler may run a hook as a graph of its own, which has to stay empty.)
     """
 
-    shape: torch.Size | None = None
-    lengths: tuple[int, ...] = ()
-    has_context: bool = False
+    __slots__ = ("_args", "_kwargs")
 
-    @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Entered:
-        """From the arguments of a forward."""
-        first: Tensor | None = None
-        lengths: list[int] = []
-        for argument in (*args, *kwargs.values()):
-            if isinstance(argument, Tensor) and argument.dim() == 3 and argument.is_floating_point():
-                if first is None:
-                    first = argument
-                elif argument is not first:
-                    lengths += [argument.shape[0], argument.shape[1]]
-        context = [kwargs.get(name) for name in _CONTEXTS]
-        has_context = any(isinstance(given, Tensor) and given is not first for given in context)
-        return cls(None if first is None else first.shape, tuple(lengths), has_context and first is not None)
+    def __init__(self, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> None:
+        self._args, self._kwargs = args, kwargs or {}
+
+    def _sequences(self) -> list[Tensor]:
+        """Arguments that may be hidden states [B, L, E] or [L, B, E]."""
+        return [
+            argument
+            for argument in (*self._args, *self._kwargs.values())
+            if isinstance(argument, Tensor) and argument.dim() == 3 and argument.is_floating_point()
+        ]
+
+    @property
+    def has_sequences(self) -> bool:
+        return bool(self._sequences())
+
+    @property
+    def shape(self) -> torch.Size | None:
+        """Of the first hidden states."""
+        found = self._sequences()
+        return found[0].shape if found else None
+
+    @property
+    def is_self(self) -> bool:
+        """Whether queries and keys are one tensor (values may be another: positions added to the first two)."""
+        args, kwargs = self._args, self._kwargs
+        query = kwargs.get("query", args[0] if args else None)
+        key = kwargs.get("key", args[1] if len(args) > 1 else None)
+        return query is key and query is not None
 
     def is_cross(self, queries: int, keys: int) -> bool:
         """Whether keys come from another sequence than queries; cached keys do not."""
-        return self.has_context or (queries != keys and keys in self.lengths)
+        found = self._sequences()
+        if not found:
+            return False
+        for name in _CONTEXTS:
+            given = self._kwargs.get(name)
+            if isinstance(given, Tensor) and given is not found[0]:
+                return True
+        return queries != keys and any(keys in other.shape[:2] for other in found[1:] if other is not found[0])
 
     def batch(self, queries: int) -> int | None:
         """The number of sequences, given the number of query positions."""
-        if self.shape is None or queries not in self.shape[:2]:
+        shape = self.shape
+        if shape is None or queries not in shape[:2]:
             return None
-        return int(self.shape[0] if self.shape[1] == queries else self.shape[1])
+        return int(shape[0] if shape[1] == queries else shape[1])
 
 
 def count_heads(leading: tuple[int, ...], queries: int, hint: int | None, entered: Entered) -> int:
@@ -84,6 +99,21 @@ def with_heads(tensor: Tensor, heads: int) -> Tensor:
     if tensor.dim() == 4:
         return tensor
     return tensor.flatten(0, tensor.dim() - 3).unflatten(0, (-1, heads))
+
+
+def unfold(described: dict[str, Any], hint: int | None, entered: Entered) -> dict[str, Any]:
+    """A call given as [N, 1, L, D] with the heads that are in N on their own axis.
+
+    Raises:
+        UnsupportedAttention: neither the module's attributes nor its input tell.
+    """
+    sequences, _, queries, _ = described["query"].shape
+    heads = count_heads((sequences,), queries, hint, entered)
+    mask = described.get("attn_mask")
+    if mask is not None and mask.dim() == 4 and mask.shape[0] > 1:
+        mask = with_heads(mask[:, 0], heads)
+    tensors = {name: with_heads(described[name][:, 0], heads) for name in ("query", "key", "value")}
+    return {**described, **tensors, "attn_mask": mask}
 
 
 def values_with_heads(values: Tensor, batch: int, heads: int) -> Tensor | None:

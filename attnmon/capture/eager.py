@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnmon.capture.entmax import Normalised
 from attnmon.capture.products import contracted_size, values_of
 
 _PRODUCTS: frozenset[Any] = frozenset(
@@ -94,6 +95,7 @@ class SoftmaxSeen:
     scale: float
     head_dim: int
     sinks: Tensor | None = None
+    normalised: Normalised | None = None  # it was no softmax, and this is what it made
 
 
 class SoftmaxListener(Protocol):
@@ -145,6 +147,22 @@ class EagerTracker:
                 self._listener.refused(reason, source)
         else:
             self._pass_scaled(func, args, operands, result)
+
+    def normalised(self, given: Normalised) -> None:
+        """A function that is no torch function has made weights, as a softmax would."""
+        source, weights = given.source, given.weights
+        if not isinstance(source, Tensor) or not isinstance(weights, Tensor):
+            return
+        tracker: EagerTracker | None = self
+        while tracker is not None:
+            for scores in tracker._scores:
+                if scores.identity.of(source):
+                    tracker._softmax(scores, source, given.dim, weights, given)
+                    return
+            tracker = tracker._outer
+        if source.dim() == 4 and given.dim in (-1, 3):
+            reason = f"{given.name} over logits that attnmon did not see made from queries and keys"
+            self._listener.refused(reason, source)
 
     def factor_of(self, tensor: Tensor) -> float:
         """What a tensor was multiplied by since it left its projection."""
@@ -226,7 +244,9 @@ class EagerTracker:
     def _note(self, scores: _Scores) -> None:
         self._scores = [*self._scores[-_MAX_SCORES + 1 :], scores]
 
-    def _softmax(self, scores: _Scores, source: Tensor, dim: Any, result: Any) -> None:
+    def _softmax(
+        self, scores: _Scores, source: Tensor, dim: Any, result: Any, given: Normalised | None = None
+    ) -> None:
         if source.dim() < 3 or not isinstance(result, Tensor):
             return
         self._scores.clear()
@@ -235,8 +255,9 @@ class EagerTracker:
         if dim not in (-1, source.dim() - 1):
             self._listener.refused("a softmax over another axis than the last", source)
             return
-        if scores.trouble:
-            self._listener.refused(scores.trouble, source)
+        trouble = scores.trouble or ("" if given is None else _trouble_with(given, scores))
+        if trouble:
+            self._listener.refused(trouble, source)
             return
         if scores.factor is None:
             self._listener.refused("the logits are scaled by a tensor whose value is not known to the host", source)
@@ -245,7 +266,8 @@ class EagerTracker:
             self._listener.refused("the logits are scaled by a number that is not positive", source)
             return
         logits = source if scores.logits is None else scores.logits
-        self._token = self._listener.softmax(SoftmaxSeen(logits, scores.factor, scores.head_dim, scores.sinks))
+        seen = SoftmaxSeen(logits, scores.factor, scores.head_dim, scores.sinks, given)
+        self._token = self._listener.softmax(seen)
         if self._token is not None:
             self._probs.append((_Identity(result), 0 if scores.sinks is None else 1))
 
@@ -354,6 +376,12 @@ class EagerTracker:
         if factor != 1.0:
             news = [(_Identity(piece), factor) for piece in pieces if isinstance(piece, Tensor)]
             self._scaled = [*self._scaled, *news][-_MAX_SCALED:]
+
+
+def _trouble_with(given: Normalised, scores: _Scores) -> str:
+    if torch.compiler.is_compiling():
+        return f"{given.name} in a compiled graph"
+    return given.trouble or ("" if scores.sinks is None else f"{given.name} with a sink")
 
 
 def _operands(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:

@@ -72,10 +72,8 @@ class FlashPatch:
             function = place.get()
             if not callable(function) or _bottom_id(function) not in self._names:
                 continue  # something else is there by now
-            made = self._replacements.put_before(function, self._make)
-            if made is not None:
-                place.put(made)
-                self._placed.append((place, made))
+            made = self._replacements.put_before(function, self._make, place.put)
+            self._placed.append((place, made))
 
     def remove(self) -> None:
         self._replacements.retire()
@@ -111,7 +109,7 @@ class FlashPatch:
                 if callable(function):
                     functions[id(function)] = function
                     self._names[id(function)] = name
-        wanted = set(functions) | {id(living) for living in LIVING if id(chain(living)[-1]) in functions}
+        wanted = set(functions) | {id(living) for living in list(LIVING) if _bottom_id(living) in functions}
         self._places = list(self._search(wanted))
 
     def _search(self, wanted: set[int]) -> Iterator[_Place]:
@@ -147,15 +145,17 @@ class _Place:
     def __init__(self, owner: dict[Any, Any] | type | weakref.ref[nn.Module], name: Any) -> None:
         self._owner, self._name = owner, name
         value = self._namespace().get(name)
-        self._static = value if type(value) is staticmethod else None  # as it was
+        while isinstance(value, _Static):
+            value = value.before
+        self._static = value if isinstance(value, staticmethod) else None  # as it was
 
     def get(self) -> Any:
         value = self._namespace().get(self._name)
-        return value.__func__ if type(value) is staticmethod else value
+        return value.__func__ if isinstance(value, staticmethod) else value
 
     def put(self, function: Any) -> None:
         if self._static is not None:
-            function = self._static if function is self._static.__func__ else staticmethod(function)
+            function = self._static if function is self._static.__func__ else _Static(function, self._static)
         if isinstance(self._owner, type):
             setattr(self._owner, self._name, function)
         else:
@@ -170,12 +170,23 @@ class _Place:
         return {} if owner is None else vars(owner)
 
 
+class _Static(staticmethod):  # type: ignore[type-arg]
+    """A replacement in the place of a static method, which it keeps."""
+
+    def __init__(self, function: Callable[..., Any], before: Any) -> None:
+        super().__init__(function)
+        self.before = before
+
+
 def _holders(namespace: Mapping[Any, Any], wanted: set[int]) -> Iterator[Any]:
-    """Names under which a wanted function is held, as it is, with some arguments given, or as a static method."""
+    """Names under which a wanted function is held, as it is, with some arguments given, or as a static method.
+
+    Types are compared, since some objects do things when asked what they are an instance of.
+    """
     for name, value in list(namespace.items()):
         if type(value) is functools.partial:
             value = value.func
-        elif type(value) is staticmethod:
+        elif type(value) is staticmethod or type(value) is _Static:
             value = value.__func__
         if id(value) in wanted:
             yield name

@@ -8,6 +8,7 @@ where the function was compiled alone (``torch.compile(flex_attention)``), or is
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Mapping
 from functools import wraps
@@ -63,10 +64,13 @@ class FlexPatch(Rebinding):
 
 
 def operator() -> Any:
-    """The higher-order operator that every call ends in; None where flex attention was never imported."""
-    if _MODULE not in sys.modules:
+    """The higher-order operator that every call ends in; None where flex attention was never imported.
+
+    The compiler imports it with the first graph that it traces; a graph is valid for the operator known before that.
+    """
+    if _MODULE not in sys.modules and "torch._dynamo" not in sys.modules:
         return None
-    return sys.modules[_MODULE].flex_attention_hop
+    return importlib.import_module(_MODULE).flex_attention_hop
 
 
 def describe_flex(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Described:
@@ -159,7 +163,7 @@ def _listed_blocks(blocks: tuple[Any, ...]) -> MaskMod:
 
     def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         where = (q // query_block, kv // key_block)
-        shown = mask_mod(b, h, q, kv) & _lookup(partial, b, h, *where)
+        shown: Tensor = mask_mod(b, h, q, kv) & _lookup(partial, b, h, *where)
         return shown if full is None else shown | _lookup(full, b, h, *where)
 
     return visible

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
+import inspect
 import re
 from collections.abc import Iterator, Sequence
 from types import CodeType
+from typing import Any
 
 from torch import nn
 
@@ -13,8 +15,10 @@ from attnmon.errors import AttnmonError
 
 _WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _ATTENTION_CLASS = re.compile(r"attention|attn|attend(?!ance)|mha\b|multihead", re.IGNORECASE)
-_ATTENTION_CODE = re.compile(r"attention|attn|softmax", re.IGNORECASE)
+_ATTENTION_CODE = re.compile(r"attention|attn|attend(?!ance)|softmax|entmax", re.IGNORECASE)
+_MOST_FUNCTIONS = 50  # looked into, of a forward that names no attention itself
 _NOT_ATTENTION = re.compile(r"mask|bias|embedding|norm|dropout|output|pool", re.IGNORECASE)
+_MORE_HEADS = ("n_local_heads", "num_query_heads", "num_q_heads", "n_q_heads", "num_attn_heads", "head_num", "nh")
 _CROSS = re.compile(r"cross|encoder_attn|enc_?dec|encoder_decoder", re.IGNORECASE)
 
 
@@ -77,20 +81,40 @@ def may_call(module: nn.Module) -> bool:
 
 
 def mentions_attention(module: nn.Module) -> bool:
-    """Whether the class's forward names attention or softmax: attention as a plain function, say."""
-    code = getattr(type(module).forward, "__code__", None)
-    return code is not None and _mentions(code)
+    """Whether the class's forward, or a function it calls, names attention or softmax: a plain function, say."""
+    return _mentions(getattr(type(module), "forward", None), type(module), set())
 
 
-def _mentions(code: CodeType) -> bool:
-    if any(_ATTENTION_CODE.search(name) for name in (*code.co_names, *code.co_freevars)):
+def _mentions(function: Any, kind: type[nn.Module], seen: set[CodeType]) -> bool:
+    """``kind``: where ``self.method`` is looked up; ``seen``: code looked at already."""
+    function = inspect.unwrap(function) if callable(function) else None
+    code = getattr(function, "__code__", None)
+    if not isinstance(code, CodeType) or code in seen or len(seen) >= _MOST_FUNCTIONS:
+        return False
+    seen.add(code)
+    names = _names(code)
+    if any(_ATTENTION_CODE.search(name) for name in names):
         return True
-    return any(_mentions(inner) for inner in code.co_consts if isinstance(inner, CodeType))
+    known = getattr(function, "__globals__", {})
+    called = [known.get(name) or inspect.getattr_static(kind, name, None) for name in names]
+    return any(
+        _mentions(other, kind, seen)
+        for other in called
+        if inspect.isfunction(other) and not other.__module__.startswith("torch.")
+    )
+
+
+def _names(code: CodeType) -> list[str]:
+    names = [*code.co_names, *code.co_freevars]
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            names += _names(inner)
+    return names
 
 
 def head_count(module: nn.Module) -> int | None:
     """The number of query heads that the module's attributes state, under the names in use."""
-    for name in ("num_heads", "num_attention_heads", "n_head", "n_heads", "nhead", "heads", "nheads"):
+    for name in ("num_heads", "num_attention_heads", "n_head", "n_heads", "nhead", "heads", "nheads", *_MORE_HEADS):
         count = getattr(module, name, None)
         if isinstance(count, int) and not isinstance(count, bool) and count > 0:
             return count

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -14,12 +15,13 @@ from torch import Tensor, nn
 from attnmon.calls import make_call, normalise_window
 from attnmon.capture import flex, traced
 from attnmon.capture import modules as names
-from attnmon.capture.axes import Entered, count_heads, values_with_heads, with_heads
+from attnmon.capture.axes import Entered, count_heads, unfold, values_with_heads, with_heads
 from attnmon.capture.coverage import CoverageRecord, Site
 from attnmon.capture.eager import EagerTracker, SoftmaxSeen
+from attnmon.capture.entmax import EntmaxPatch, Normalised
 from attnmon.capture.flash import FlashPatch
 from attnmon.capture.flex import FlexPatch
-from attnmon.capture.hooks import AfterForward, BeforeForward
+from attnmon.capture.hooks import HookPair
 from attnmon.capture.registry import RegistryPatch
 from attnmon.capture.torch_calls import CallMode, Described, describe_mha, describe_sdpa
 from attnmon.errors import AttnmonError, UnsupportedAttention
@@ -61,19 +63,28 @@ class Patch(Protocol):
 class _Frame:
     """One module's forward on the stack."""
 
-    __slots__ = ("entered", "hidden", "index", "left", "tracker")
+    __slots__ = ("entered", "heads_hint", "hidden", "index", "left", "tracker")
 
-    def __init__(self, index: int, tracker: EagerTracker, hidden: Tensor | None, entered: Entered) -> None:
+    def __init__(
+        self, index: int, tracker: EagerTracker, hidden: Tensor | None, entered: Entered, heads_hint: int | None
+    ) -> None:
         self.index, self.tracker, self.hidden, self.entered = index, tracker, hidden, entered
+        self.heads_hint = heads_hint
         self.left = 0  # operators left in a traced graph
 
     def complete(self, described: Described) -> Described:
         """Add what the call itself does not tell: a scale that queries already have, a second sequence."""
+        described = dict(described)
+        queries, keys = described.pop("originals", (described["query"], described["key"]))
+        entered = self.entered
+        if described.pop("folded", False):
+            described = unfold(described, self.heads_hint, entered)
         query, key = described["query"], described["key"]
+        is_cross = described.get("is_cross", False) or entered.is_cross(query.shape[2], key.shape[2])
         return {
             **described,
-            "prescale": self.tracker.factor_of(query) * self.tracker.factor_of(key),
-            "is_cross": described.get("is_cross", False) or self.entered.is_cross(query.shape[2], key.shape[2]),
+            "prescale": self.tracker.factor_of(queries) * self.tracker.factor_of(keys),
+            "is_cross": is_cross and not entered.is_self,
         }
 
 
@@ -83,7 +94,7 @@ class Recorder:
     In the first measured step the function mode covers the whole step and every module that could make a call is
     hooked. If all of it ran eagerly, later steps hook only modules that made calls or look like attention, and
     the mode is active inside those alone. If some of it was compiled, hooks and mode stay as they were then,
-    since a compiled graph is valid for exactly these (the hooks then remain between steps, too, and do nothing).
+    since a compiled graph is valid for exactly these.
 
     Args:
         model: any module, wrapped or not.
@@ -112,12 +123,13 @@ class Recorder:
         # functions replaced during a measured step
         self._patches: list[Patch] = [
             FlexPatch(self),
+            EntmaxPatch(self),
             FlashPatch(self, [module for module, _ in self._watched]),
             RegistryPatch(self, self._watched),
+            traced.CheckpointedGraphs(),
         ]
         self._flex_operator: Any = None
-        self._handles: list[Any] = []
-        self._hooked: frozenset[int] = frozenset()
+        self._hooks: dict[int, HookPair] = {}
         self._mode = CallMode(self._report)
         self._mode_level: int | None = None  # depth of the stack at which the mode was entered; -1: by start()
         self._stack: list[_Frame] = []
@@ -161,15 +173,12 @@ class Recorder:
         if self._active:
             return
         wanted = frozenset(index for index, site in enumerate(self._sites) if self._wants_hook(index, site))
-        if wanted != self._hooked:
-            self._unhook()
-            for index in sorted(wanted):
+        for index in sorted(wanted):
+            if index not in self._hooks:
                 module = self._watched[index][0]()
                 assert module is not None
-                before, after = BeforeForward(self, index), AfterForward(self, index)
-                self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-                self._handles.append(module.register_forward_hook(after, always_call=True))
-            self._hooked = wanted
+                self._hooks[index] = HookPair(module, self, index)
+            self._hooks[index].attach()
         if not self._buffers:
             self._buffers = {device: torch.zeros(1, device=device) for device in self._devices()}
         for patch in self._patches:
@@ -191,31 +200,25 @@ class Recorder:
         return self._wide or site.expected or bool(site.calls or site.refused)
 
     def stop(self) -> None:
-        """Detach; the model is as it was (or keeps hooks that do nothing, where compiled graphs rely on them)."""
+        """Detach; the model is as it was."""
         self._active = False
         for patch in reversed(self._patches):
             patch.remove()
         self._unwind(0)
         self._leave_mode(-1)
-        if not self._was_traced:
-            self._unhook()
+        for hooks in self._hooks.values():
+            hooks.detach()
 
     def close(self) -> None:
         """Detach for good."""
-        self._was_traced = False
         self.stop()
+        self._hooks.clear()
 
     def end_step(self, calls: int) -> None:
         """A measured step is over; it made so many calls."""
         self.measured_steps += 1
         # a step that saw nothing may have run graphs compiled before the hooks: let the mode have them traced anew
         self._wide = self._was_traced or calls == 0
-
-    def _unhook(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._hooked = frozenset()
 
     def _enter_mode(self, level: int) -> None:
         if self._mode_level is None:
@@ -232,13 +235,15 @@ class Recorder:
     def enter(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A watched module's forward begins."""
         if torch.compiler.is_compiling():
+            if torch.compiler.is_exporting():  # an exported program is the bare model
+                return
             self._was_traced = True
             if self._active:
                 hidden = _hidden_of(args, kwargs) if self._with_hidden else None
                 self._trail.append(self._frame(self._trail, index, hidden, args, kwargs))
             return
         # activation checkpointing runs the forward again inside backward; it was counted the first time
-        if not self._active or _in_backward():
+        if not self._active or _in_backward() or torch.jit.is_tracing():
             return
         site = self._sites[index]
         try:
@@ -251,7 +256,7 @@ class Recorder:
     def leave(self, index: int) -> None:
         """A watched module's forward has ended."""
         if torch.compiler.is_compiling():
-            if self._trail:
+            if self._trail and not torch.compiler.is_exporting():
                 self._trail.pop().tracker.finish()
             return
         stack = self._stack
@@ -273,13 +278,15 @@ class Recorder:
     def _frame(
         self, stack: list[_Frame], index: int, hidden: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _Frame:
-        site, entered = self._sites[index], Entered.of(args, kwargs)
+        site, entered = self._sites[index], Entered(args, kwargs)
         outer = stack[-1] if stack else None
-        if outer is not None and entered.shape is None and site.path.rpartition(".")[0] == self._sites[outer.index].path:
+        parent = site.path.rpartition(".")[0]
+        if outer is not None and not entered.has_sequences and parent == self._sites[outer.index].path:
             entered = outer.entered  # the inner part of an attention module, given queries, keys and values
         is_traced = torch.compiler.is_compiling()
         listener = _TracedCalls(self, index, entered) if is_traced else _EagerCalls(site, self._observer, entered)
-        return _Frame(index, EagerTracker(listener, None if outer is None else outer.tracker), hidden, entered)
+        tracker = EagerTracker(listener, None if outer is None else outer.tracker)
+        return _Frame(index, tracker, hidden, entered, site.heads_hint)
 
     def _unwind(self, level: int) -> None:
         while len(self._stack) > level:
@@ -375,6 +382,37 @@ class Recorder:
             self._suppressed -= 1
         return result
 
+    def normalise_through(
+        self,
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        describe: Callable[[Any], Normalised],
+    ) -> Any:
+        """Run a function that stands in softmax's place, and tell the innermost module's tracker what it made."""
+        self._suppressed += 1
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            self._suppressed -= 1
+        if self._suppressed or not self._active:
+            return result
+        if torch.compiler.is_compiling():
+            if self._trail:
+                self._trail[-1].tracker.normalised(describe(result))
+            return result
+        if not self._stack or _in_backward():
+            return result
+        frame = self._stack[-1]
+        self._suppressed += 1  # of the measurement's own torch calls
+        try:
+            frame.tracker.normalised(describe(result))
+        except Exception as error:
+            self._observer.fault(self._sites[frame.index], error)
+        finally:
+            self._suppressed -= 1
+        return result
+
     def _seen(self) -> int:
         """Grows whenever the innermost module makes a call."""
         if torch.compiler.is_compiling():
@@ -424,8 +462,9 @@ class Recorder:
             return
         route, adapter = describe
         described = adapter(args, kwargs, _first_sequences)
-        if frame.hidden is not None and frame.hidden.shape[:2] == (described["key"].shape[0], described["key"].shape[2]):
-            described["hidden"] = frame.hidden
+        key = described["key"]
+        if frame.hidden is not None and frame.hidden.shape[:2] == (key.shape[0], key.shape[2]):
+            described["hidden"] = frame.hidden.detach()
         self._leave_operator(index, route, frame.complete(described))
 
     def _leave_operator(self, index: int, route: str, described: Described) -> None:
@@ -461,11 +500,11 @@ class Recorder:
         index = self._trail[-1].index if self._trail else -1
         if index >= 0 and self._sites[index].excluded:
             return
-        logits, positions, value, scale = flex.rows_in_graph(args, _TRACED_SEQUENCES, _TRACED_ROWS)
-        order, head_dim = self._buffers[logits.device], args[0].shape[3]
+        rows = flex.rows_in_graph(args, _TRACED_SEQUENCES, _TRACED_ROWS)
+        order, head_dim = self._buffers[args[0].device], args[0].shape[3]
         if self._trail:
             self._trail[-1].left += 1
-        torch.ops.attnmon.observe_rows(order, self._number, index, flex.ROUTE, logits, positions, value, scale, head_dim)
+        torch.ops.attnmon.observe_rows(order, self._number, index, flex.ROUTE, *rows, head_dim)
 
     def leave_logits(
         self, index: int, seen: SoftmaxSeen, heads: int, is_cross: bool, values: Tensor | None
@@ -546,6 +585,7 @@ class _EagerCalls:
 
     def __init__(self, site: Site, observer: Observer, entered: Entered) -> None:
         self._site, self._observer, self._entered = site, observer, entered
+        self._route = ""
 
     def softmax(self, seen: SoftmaxSeen) -> Any:
         """Sample it; of a module that does not look like attention, tell of a fault only if values follow."""
@@ -571,6 +611,10 @@ class _EagerCalls:
                 sinks=None if seen.sinks is None else seen.sinks.detach(),
                 is_cross=is_cross or self._site.kind == "cross",
             )
+            self._route, made = "eager", seen.normalised
+            if made is not None:
+                self._route, weights = made.name, with_heads(made.weights.detach(), heads)
+                call = replace(call, weights=weights, normaliser=made.function, alpha=made.alpha)
             return (self._observer.sample(self._site, call), call.num_sequences, heads, call.is_cross)
         except Exception as error:
             return error
@@ -586,7 +630,7 @@ class _EagerCalls:
             if is_cross and not self._site.calls:
                 self._site.kind = "cross"
             self._observer.complete(self._site, sampled, value)
-            self._site.route = "eager"
+            self._site.route = self._route
         except Exception as error:
             self._observer.fault(self._site, error)
 
@@ -675,7 +719,7 @@ def _hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | Non
     """The hidden states [B, L, E] that enter a module."""
     for candidate in (*args[:1], kwargs.get("hidden_states"), kwargs.get("x"), kwargs.get("query")):
         if isinstance(candidate, Tensor) and candidate.dim() == 3 and candidate.is_floating_point():
-            return candidate.detach()
+            return candidate
     return None
 
 

@@ -51,6 +51,8 @@ class RegistryPatch:
 
     def __init__(self, recorder: Recorder, watched: Sequence[tuple[weakref.ref[nn.Module], Site]]) -> None:
         self._recorder, self._watched = recorder, watched
+        modules = [reference() for reference, _ in watched]
+        self._files = list(dict.fromkeys(kind.__module__ for module in modules for kind in type(module).__mro__))
         self._replacements = Replacements(recorder)
         self._placed: list[tuple[_Table, str, Replacement]] = []
         self._describer = Describer(self._is_cross)
@@ -60,10 +62,9 @@ class RegistryPatch:
             for name, function in list(table.items()):
                 if name in ("sdpa", "eager") or name.startswith("paged|") or not callable(function):
                     continue  # torch-level modes see these as they are; paged attention is for inference
-                made = self._replacements.put_before(function, partial(self._make, name))
-                if made is not None:
-                    table[name] = made
-                    self._placed.append((table, name, made))
+                put = partial(table.__setitem__, name)
+                made = self._replacements.put_before(function, partial(self._make, name), put, name)
+                self._placed.append((table, name, made))
 
     def remove(self) -> None:
         self._replacements.retire()
@@ -91,13 +92,10 @@ class RegistryPatch:
 
     def _tables(self) -> list[_Table]:
         """The dictionaries behind the registries in use, each once."""
-        owners = [sys.modules.get("transformers.modeling_utils")]
-        if owners[0] is None:
+        if "transformers.modeling_utils" not in sys.modules:
             return []
-        for reference, _ in self._watched:
-            module = reference()
-            owners.extend(sys.modules.get(kind.__module__) for kind in type(module).__mro__)
-        registries = {id(owner): getattr(owner, "ALL_ATTENTION_FUNCTIONS", None) for owner in owners if owner}
+        owners = [sys.modules.get(name) for name in ("transformers.modeling_utils", *self._files)]
+        registries = {id(owner): vars(owner).get("ALL_ATTENTION_FUNCTIONS") for owner in owners if owner}
         tables: dict[int, _Table] = {}
         for registry in registries.values():
             if isinstance(registry, dict):  # before transformers 4.51
@@ -133,6 +131,11 @@ class Describer:
         if mask is not None and mask.dim() == 2 and given["key"].shape[2] > mask.shape[1]:
             # a static cache is longer than what it holds
             given.update(key=given["key"][:, :, : mask.shape[1]], value=given["value"][:, :, : mask.shape[1]])
+        supports = _supports()
+        if not supports.get("window_size", True):
+            given.pop("sliding_window", None)
+        if not (supports.get("s_aux", True) or supports.get("learnable_sink", True)):
+            given.pop("s_aux", None)
         described = self._flash(given, packed_needs_lengths=True)
         key_len = given["key"].shape[2]
         if mask is None or query_len == 1:
@@ -250,7 +253,8 @@ class Describer:
 
             def near(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
                 ahead = rank[b, j] - rank[b, i + first]
-                return (ahead >= -left) & (ahead <= right)
+                near_enough: Tensor = (ahead >= -left) & (ahead <= right)
+                return near_enough
 
             described["mask_mod"] = near
 
@@ -370,6 +374,15 @@ def _version() -> tuple[int, ...]:
     """(major, minor) of transformers."""
     found = str(_of("transformers", "__version__", "")).split(".")
     return tuple(int(part) for part in found[:2]) if len(found) > 1 else ()
+
+
+def _supports() -> Mapping[str, bool]:
+    """What the loaded flash kernel takes; transformers leaves out sinks and windows that it does not."""
+    if torch.compiler.is_compiling():
+        return {}
+    process = _of("transformers.modeling_flash_attention_utils", "_process_flash_kwargs_fn")
+    found: Mapping[str, bool] = getattr(process, "keywords", {}).get("supports_mapping", {})
+    return found
 
 
 def _of(module: str, name: str, default: Any = None) -> Any:

@@ -6,7 +6,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -102,27 +102,31 @@ def chain(function: Any) -> list[Any]:
 
 
 class Replacements:
-    """The replacements of one recorder, by what they stand before."""
+    """The replacements of one recorder, by what they stand before and under which name."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._made: dict[int, Replacement] = {}
+        self._made: dict[tuple[int, str], Replacement] = {}
 
-    def put_before(self, function: Any, make: Callable[[Any, Any], Replacement]) -> Replacement | None:
-        """A replacement to put where ``function`` is; None if one of this recorder's stands behind it already.
+    def put_before(
+        self, function: Any, make: Callable[[Any, Any], Replacement], put: Callable[[Replacement], None], name: str = ""
+    ) -> Replacement:
+        """The replacement of ``function``, put where that is unless it stands behind it already.
 
         Args:
             make: from the function as it is now and the one at the end of the chain to a replacement.
+            put: puts it there.
         """
         links = chain(function)
         for link in links[:-1]:
             if link.recorder is self._recorder:
                 link.installed = True
-                return None
-        made = self._made.get(id(function))
+                return cast(Replacement, link)
+        made = self._made.get((id(function), name))
         if made is None:
-            made = self._made[id(function)] = make(function, links[-1])
+            made = self._made[id(function), name] = make(function, links[-1])
         made.installed = True
+        put(made)
         return made
 
     def retire(self) -> None:

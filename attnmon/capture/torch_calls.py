@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from attnmon.errors import UnsupportedAttention
 
@@ -34,21 +35,46 @@ class CallMode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        if func is Tensor.unflatten and torch.compiler.is_compiling():
+            # of Tensor's methods written in Python the one that says super(), which the compiler cannot trace so
+            result = args[0].unflatten(*args[1:], **kwargs)
+        elif func is checkpoint and args and torch.compiler.is_compiling():
+            # to the compiler a checkpointed region is one call; what is inside is to be seen all the same
+            def inside(*args: Any, **kwargs: Any) -> Any:
+                with self:
+                    return region(*args, **kwargs)
+
+            region = args[0]
+            result = func(inside, *args[1:], **kwargs)
+        else:
+            result = func(*args, **kwargs)
         self._report(func, args, kwargs, result)
         return result
 
 
 def describe_sdpa(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Described:
-    """``scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)``."""
+    """``scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)``.
+
+    Beside what a call is made of: ``originals``, the queries and keys themselves, and ``folded``, whether heads and
+    sequences may share an axis.
+    """
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    query, mask = given["query"], given.get("attn_mask")
+    query, key, value, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
+    originals = (query, key)
+    if not given.get("enable_gqa", False) and not query.shape[:-2] == key.shape[:-2] == value.shape[:-2]:
+        whole = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+        query, key, value = (x.expand(*whole, *x.shape[-2:]) for x in (query, key, value))
+    elif query.dim() == 4 and not query.shape[0] == key.shape[0] == value.shape[0]:
+        batch = max(query.shape[0], key.shape[0], value.shape[0])
+        query, key, value = (x.expand(batch, -1, -1, -1) for x in (query, key, value))
     leading = query.dim() - 2
     return {
+        "originals": originals,
+        "folded": query.dim() == 3,
         "query": four_axes(query),
-        "key": four_axes(given["key"]),
-        "value": four_axes(given["value"]),
+        "key": four_axes(key),
+        "value": four_axes(value),
         "attn_mask": None if mask is None else _mask_axes(mask, leading, query.shape[: leading - 1]),
         "is_causal": bool(given.get("is_causal", False)),
         "scale": given.get("scale"),
@@ -114,6 +140,7 @@ def describe_mha(
         mask = ~mask if mask.dtype == torch.bool else mask  # True means hidden there, visible here
     if padding is not None:
         padding = (padding[None] if padding.dim() == 1 else padding)[chosen]
+    rows = None if padding is None or query.shape[0] != key.shape[0] else padding
     # learned and zero keys are keys like others: they have values and every query sees them
     extra = []
     if given.get("bias_k") is not None:
@@ -126,6 +153,14 @@ def describe_mha(
             mask = F.pad(mask, (0, 1), value=True if mask.dtype == torch.bool else 0.0)
         if padding is not None:
             padding = F.pad(padding, (0, 1), value=False if padding.dtype == torch.bool else 0.0)
+
+    if extra and rows is not None and not is_cross:
+        # padding queries are told by their keys; now that there are more keys than queries, the mask has to say it
+        rows = (rows if rows.dtype == torch.bool else rows <= torch.finfo(rows.dtype).min / 2)[:, None, :, None]
+        if mask is None or mask.dtype == torch.bool:
+            mask = ~rows if mask is None else mask & ~rows
+        else:
+            mask = (mask if mask.dim() == 4 else mask[None, None]).masked_fill(rows, -torch.inf)
 
     def split(tensor: Tensor) -> Tensor:  # [L, S, E] -> [S, H, L, D]
         return tensor.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)

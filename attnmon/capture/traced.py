@@ -7,6 +7,7 @@ would. It claims to write to a one-element buffer, so that no compiler removes o
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,32 @@ from attnmon.capture.eager import SoftmaxSeen
 
 if TYPE_CHECKING:
     from attnmon.capture.recorder import Recorder
+
+class CheckpointedGraphs:
+    """Lets a graph be traced whose activation checkpointing has watched modules inside.
+
+    Hooks note which module runs; the compiler takes that for a side effect that a recomputation might lack.
+    """
+
+    _OPTION = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+
+    def __init__(self) -> None:
+        self._config: Any = None
+        self._before = False
+
+    def install(self) -> None:
+        """Say that these side effects are not wanted in the backward."""
+        config = sys.modules.get("torch._dynamo.config")
+        if self._config is None and hasattr(config, self._OPTION):
+            self._config, self._before = config, getattr(config, self._OPTION)
+            setattr(config, self._OPTION, True)
+
+    def remove(self) -> None:
+        """Say what was said before."""
+        if self._config is not None:
+            setattr(self._config, self._OPTION, self._before)
+            self._config = None
+
 
 _RECORDERS: weakref.WeakValueDictionary[int, Recorder] = weakref.WeakValueDictionary()
 _counter = 0

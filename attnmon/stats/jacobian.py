@@ -14,11 +14,39 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+EIGENVALUE_CANDIDATES = 5
+"""Largest weights that enter the eigenvalue exactly; enough for it to settle."""
+
 _FIRST_ITERATIONS = 3  # from the middle of the interval: to float32 accuracy on every row tried
 _MORE_ITERATIONS = 2  # from there
 _LEAST_GAP = 1e-12
 _TINY = 1e-37
 _MAX_SINK = 1e17  # of e_s; Lambda is 1 in float32 long before, and squares must not overflow
+
+
+def scaled_eigenvalue(
+    e_top: Tensor, d_top: Tensor, tail: Tensor, tail_sum: Tensor, tail_square: Tensor, sink: Tensor | None
+) -> Tensor:
+    """Z lambda_max of each row: solved with the few largest weights, then once more with all others' true sums.
+
+    Args:
+        e_top, d_top: [..., K] the largest e, descending, and their logarithms; e_top[..., 0] == 1.
+        tail: [..., Lk] e of the others, 0 at those K; its sum and sum of squares, [...].
+        sink: [...] e_s, or None.
+    """
+    few = min(e_top.shape[-1], EIGENVALUE_CANDIDATES)
+    top, gaps, rest = e_top[..., :few], -torch.expm1(d_top[..., :few]), e_top[..., few:]
+    if few == 1:
+        top, gaps = torch.nn.functional.pad(top, (0, 1)), torch.nn.functional.pad(gaps, (0, 1), value=1.0)
+    solver = SecularRoot(top, gaps, tail_sum + rest.sum(-1), tail_square + _square_sum(rest), sink)
+    # just above every other weight, should the root sit on one or all be 0
+    above = (solver.root * (1.0 + torch.finfo(tail.dtype).eps) + 1e-30)[..., None]
+    ratio = tail / (above - tail)
+    ratio_rest = rest / (above - rest)
+    total = ratio.sum(-1) + ratio_rest.sum(-1)
+    # sum e / (root - e)^2 = (sum r + sum r^2) / root with r = e / (root - e)
+    slope = (total + _square_sum(ratio) + _square_sum(ratio_rest)) / above[..., 0]
+    return solver.refine(total, slope)
 
 
 class SecularRoot:
@@ -93,3 +121,8 @@ class SecularRoot:
             mu = mu.clamp(min=0.0).minimum(gap)
         self._mu = mu
         return torch.where(self._gap > 0, self._second + mu, self._second)
+
+
+def _square_sum(tensor: Tensor) -> Tensor:
+    length: Tensor = torch.linalg.vector_norm(tensor, dim=-1)
+    return length.square()

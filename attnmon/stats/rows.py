@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from attnmon.stats.geometry import selection_geometry
-from attnmon.stats.jacobian import SecularRoot
+from attnmon.stats.jacobian import EIGENVALUE_CANDIDATES, scaled_eigenvalue
 from attnmon.stats.selection import largest
 
 HIDDEN = -1e30
 """Logit of a masked key: finite, so that 0 * HIDDEN is 0 and not NaN."""
 
-_EIGENVALUE_CANDIDATES = 5  # largest weights that enter the eigenvalue exactly; enough for it to settle
 EXPM1_LIMIT = 1.0  # of eps / tau, which bounds |a|; far beyond, 1 + expm1(a) and its squares lose digits
 _LEAST_EXPONENT = {torch.float32: -36.0, torch.float64: -300.0}
 _MAX_SINK_LEAD = 80.0  # of a sink's logit over the largest key's; exp of more overflows, all weights are ~0
@@ -123,7 +122,7 @@ def row_metrics(inputs: RowInputs, wanted: Collection[str]) -> RowOutputs:
     values["logit_std"] = (_square_sum(centred) / n.clamp(min=1.0)).sqrt()
     del seen, centred
 
-    count_top = min(num_keys, max(inputs.top_n + 1, _EIGENVALUE_CANDIDATES))
+    count_top = min(num_keys, max(inputs.top_n + 1, EIGENVALUE_CANDIDATES))
     d_top, index = largest(d, count_top, min(inputs.top_n, count_top), HIDDEN / 2)
     e = _exp(d)
     if weight is not None:
@@ -160,7 +159,7 @@ def row_metrics(inputs: RowInputs, wanted: Collection[str]) -> RowOutputs:
     values["entropy_norm"] = entropy / torch.log(outcomes).clamp(min=1e-12)
 
     if "jacobian" in wanted or "jacobian_max" in wanted:
-        root = _eigenvalue(e_top, d_top, tail, tail_sum, tail_square, sink)
+        root = scaled_eigenvalue(e_top, d_top, tail, tail_sum, tail_square, sink)
         values["jacobian"] = root / total / inputs.tau
         values["jacobian_max"] = values["jacobian"]
     if inputs.perturbation is not None:
@@ -182,25 +181,6 @@ def row_metrics(inputs: RowInputs, wanted: Collection[str]) -> RowOutputs:
             masked_search=inputs.robust,
         )
     return RowOutputs({name: values[name] for name in values if name in wanted or name == "logit_std"}, finite, n)
-
-
-def _eigenvalue(
-    e_top: Tensor, d_top: Tensor, tail: Tensor, tail_sum: Tensor, tail_square: Tensor, sink: Tensor | None
-) -> Tensor:
-    """Z lambda_max of each row: solved with the few largest weights, then once more with all others' true sums."""
-    few = min(e_top.shape[-1], _EIGENVALUE_CANDIDATES)
-    top, gaps, rest = e_top[..., :few], -torch.expm1(d_top[..., :few]), e_top[..., few:]
-    if few == 1:
-        top, gaps = torch.nn.functional.pad(top, (0, 1)), torch.nn.functional.pad(gaps, (0, 1), value=1.0)
-    solver = SecularRoot(top, gaps, tail_sum + rest.sum(-1), tail_square + _square_sum(rest), sink)
-    # just above every other weight, should the root sit on one or all be 0
-    above = (solver.root * (1.0 + torch.finfo(tail.dtype).eps) + 1e-30)[..., None]
-    ratio = tail / (above - tail)
-    ratio_rest = rest / (above - rest)
-    total = ratio.sum(-1) + ratio_rest.sum(-1)
-    # sum e / (root - e)^2 = (sum r + sum r^2) / root with r = e / (root - e)
-    slope = (total + _square_sum(ratio) + _square_sum(ratio_rest)) / above[..., 0]
-    return solver.refine(total, slope)
 
 
 def _final_logits(inputs: RowInputs, values: dict[str, Tensor]) -> Tensor:

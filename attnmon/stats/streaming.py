@@ -21,9 +21,10 @@ from attnmon.stats.directions import TABLE_SIZE, direction_start, direction_tabl
 from attnmon.stats.packing import Packing
 from attnmon.stats.plan import Plan, logit_threshold
 from attnmon.stats.products import in_dtype, scores
-from attnmon.stats.rows import EXPM1_LIMIT, HIDDEN, RowInputs, Visible, row_metrics
+from attnmon.stats.rows import EXPM1_LIMIT, HIDDEN, RowInputs, RowOutputs, Visible, row_metrics
 from attnmon.stats.settings import Settings
 from attnmon.stats.visibility import mask_threshold, mod_indices, visible_keys
+from attnmon.stats.weights import weight_metrics
 from attnmon.types import AttentionCall
 
 _BLOCK_CPU = 1 << 19  # logits per block: a few such blocks fit a core's second-level cache
@@ -186,13 +187,11 @@ class _Reducer:
     def _logits(self, block: _Block, positions: Tensor) -> Tensor:
         """[S, H, R, Lk] float32, before softcap, bias and masks (with all of them in the eager route)."""
         call = self.call
-        index = positions[:, None, :, None]
-        if call.logits is not None and self.plan.gathered:
-            return call.logits[block.sequences, block.heads, block.rows].to(self.compute)
         if call.logits is not None:
-            rows = self._of_sequences(call.logits, block)[:, block.heads]
-            return rows.gather(2, index.expand(-1, rows.shape[1], -1, rows.shape[3])).to(self.compute)
-        assert call.query is not None and call.key is not None
+            return self._given_rows(call.logits, block, positions)
+        index = positions[:, None, :, None]
+        assert call.query is not None
+        assert call.key is not None
         query = self._of_sequences(call.query, block)[:, block.heads]
         query = query.gather(2, index.expand(-1, query.shape[1], -1, query.shape[3])).to(self.compute) * call.scale
         keys = self._box("key", call.key, block)[:, :, block.keys]
@@ -200,6 +199,14 @@ class _Reducer:
         num_rows = positions.shape[1]
         product = scores(query.view(num_s, num_g, self.group * num_rows, dim), keys)
         return product.view(num_s, num_g * self.group, num_rows, block.num_keys)
+
+    def _given_rows(self, tensor: Tensor, block: _Block, positions: Tensor) -> Tensor:
+        """The block's rows of logits or weights [B, H, Lq, Lk] that the call came with (or of sampled ones)."""
+        if self.plan.gathered:
+            return tensor[block.sequences, block.heads, block.rows].to(self.compute)
+        rows = self._of_sequences(tensor, block)[:, block.heads]
+        index = positions[:, None, :, None]
+        return rows.gather(2, index.expand(-1, rows.shape[1], -1, rows.shape[3])).to(self.compute)
 
     def _modified(
         self, block: _Block, positions: Tensor, z: Tensor, visible: Visible | None
@@ -274,7 +281,7 @@ class _Reducer:
         norm = torch.linalg.vector_norm(seen, dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
         step = self.settings.fd_epsilon / self.call.tau
         change = seen * (step / norm)
-        if step <= EXPM1_LIMIT:
+        if self._moves_by_expm1:
             change = torch.expm1(change)
         if sharable:
             shared[key] = change
@@ -313,19 +320,35 @@ class _Reducer:
             tokens=tokens,
             inverse_length=unit,
             perturbation=self._perturbation(block, positions, visible) if self.with_fd else None,
-            perturbation_is_expm1=self.settings.fd_epsilon / self.call.tau <= EXPM1_LIMIT,
+            perturbation_is_expm1=self._moves_by_expm1,
             fd_epsilon=self.settings.fd_epsilon,
             first_key=first_key,
             top_n=self.settings.top_n,
             robust=robust or not self.on_cpu,
         )
-        rows = row_metrics(inputs, self.settings.metrics)
+        if self.call.weights is not None:
+            rows = self._weighted(block, positions, inputs)
+        else:
+            rows = row_metrics(inputs, self.settings.metrics)
         if self.on_cpu and not inputs.robust and not bool(rows.finite.all()):
             return self.reduce(block, robust=True)
         live = self.plan.live
         return self._pack(
             rows.values, rows.finite, rows.num_keys, None if live is None else live[block.sequences, None, block.rows]
         )
+
+    @property
+    def _moves_by_expm1(self) -> bool:
+        return self.call.weights is None and self.settings.fd_epsilon / self.call.tau <= EXPM1_LIMIT
+
+    def _weighted(self, block: _Block, positions: Tensor, inputs: RowInputs) -> RowOutputs:
+        """Metrics of rows that come with their weights."""
+        call, alpha = self.call, self.call.alpha
+        assert call.weights is not None
+        if isinstance(alpha, Tensor):
+            alpha = alpha.to(self.compute)[block.heads if alpha.numel() > 1 else slice(None)][:, None, None]
+        weights = self._given_rows(call.weights, block, positions)
+        return weight_metrics(inputs, weights, alpha, call.normaliser, self.settings.metrics)
 
     def _pack(self, values: dict[str, Tensor], finite: Tensor, num_keys: Tensor, live: Tensor | None) -> Tensor:
         """Sum rows [S, H, R] into the packed layout."""

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import attnmon
-
 from tests.capture.weights import EVERYTHING, assert_heads, entropy, jacobian, of_rows, randomise, watched
 
 transformers = pytest.importorskip("transformers")
