@@ -98,7 +98,8 @@ def with_heads(tensor: Tensor, heads: int) -> Tensor:
     """[B, H, L, X] from [B * H, L, X] or [B, groups, heads of a group, L, X]; sequences come first."""
     if tensor.dim() == 4:
         return tensor
-    return tensor.flatten(0, tensor.dim() - 3).unflatten(0, (-1, heads))
+    unfolded: Tensor = tensor.flatten(0, tensor.dim() - 3).unflatten(0, (-1, heads))
+    return unfolded
 
 
 def unfold(described: dict[str, Any], hint: int | None, entered: Entered) -> dict[str, Any]:
@@ -127,4 +128,4 @@ def values_with_heads(values: Tensor, batch: int, heads: int) -> Tensor | None:
         return None
     if values.dim() == 3 and total == batch and heads > 1:
         return values[:, None]  # one set of values for all heads
-    return values.flatten(0, values.dim() - 3).unflatten(0, (batch, total // batch))
+    return with_heads(values, total // batch)

@@ -244,9 +244,7 @@ class EagerTracker:
     def _note(self, scores: _Scores) -> None:
         self._scores = [*self._scores[-_MAX_SCORES + 1 :], scores]
 
-    def _softmax(
-        self, scores: _Scores, source: Tensor, dim: Any, result: Any, given: Normalised | None = None
-    ) -> None:
+    def _softmax(self, scores: _Scores, source: Tensor, dim: Any, result: Any, given: Normalised | None = None) -> None:
         if source.dim() < 3 or not isinstance(result, Tensor):
             return
         self._scores.clear()
@@ -344,12 +342,12 @@ class EagerTracker:
             if not isinstance(piece, Tensor) or not piece.is_floating_point():
                 continue
             if piece.shape == probs.shape or (func in _RESHAPES and piece.numel() == probs.numel()):
-                left = sinks  # dropout, cast, [B, H, L, L] as [B * H, L, L]
+                columns = sinks  # dropout, cast, [B, H, L, L] as [B * H, L, L]
             elif sinks and func in _PIECES and piece.shape == (*probs.shape[:-1], probs.shape[-1] - sinks):
-                left = 0
+                columns = 0
             else:
                 continue
-            self._probs = [*self._probs[-_MAX_SCORES + 1 :], (_Identity(piece), left)]
+            self._probs = [*self._probs[-_MAX_SCORES + 1 :], (_Identity(piece), columns)]
             return
 
     def _pass_scaled(self, func: Any, args: tuple[Any, ...], operands: list[Tensor], result: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import gc
 import inspect
 import re
 from collections.abc import Iterator, Sequence
@@ -112,6 +113,26 @@ def _names(code: CodeType) -> list[str]:
     return names
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` was applied to a module, its forward or (in Lightning) its steps."""
+    return (
+        type(module).__name__ == "OptimizedModule"
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or getattr(module, "_compiler_ctx", None) is not None
+        or hasattr(module.forward, "_torchdynamo_orig_callable")
+    )
+
+
+def has_compiled_wrapper(modules: Sequence[nn.Module]) -> bool:
+    """Whether ``torch.compile(module)`` was called on one of these; the module itself does not tell."""
+    inner = {id(module) for module in modules}
+    return any(
+        # by its type alone: some objects do things when they are asked for attributes
+        type(candidate).__name__ == "OptimizedModule" and id(candidate.__dict__["_modules"].get("_orig_mod")) in inner
+        for candidate in gc.get_objects()
+    )
+
+
 def head_count(module: nn.Module) -> int | None:
     """The number of query heads that the module's attributes state, under the names in use."""
     for name in ("num_heads", "num_attention_heads", "n_head", "n_heads", "nhead", "heads", "nheads", *_MORE_HEADS):
@@ -122,7 +143,7 @@ def head_count(module: nn.Module) -> int | None:
 
 
 def kind_of(path: str, module: nn.Module) -> str:
-    """"cross" if the path or the class says so, else "self"; a call itself may show more."""
+    """ "cross" if the path or the class says so, else "self"; a call itself may show more."""
     last = path.rsplit(".", 1)[-1]
     is_cross = getattr(module, "is_cross_attention", False) is True
     return "cross" if is_cross or _CROSS.search(last) or _CROSS.search(type(module).__name__) else "self"

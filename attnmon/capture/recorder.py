@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from attnmon.capture.eager import EagerTracker, SoftmaxSeen
 from attnmon.capture.entmax import EntmaxPatch, Normalised
 from attnmon.capture.flash import FlashPatch
 from attnmon.capture.flex import FlexPatch
+from attnmon.capture.functional import FunctionalPatch
 from attnmon.capture.hooks import HookPair
 from attnmon.capture.registry import RegistryPatch
 from attnmon.capture.torch_calls import CallMode, Described, describe_mha, describe_sdpa
@@ -63,7 +65,7 @@ class Patch(Protocol):
 class _Frame:
     """One module's forward on the stack."""
 
-    __slots__ = ("entered", "heads_hint", "hidden", "index", "left", "tracker")
+    __slots__ = ("entered", "heads_hint", "hidden", "holds_mode", "index", "left", "tracker")
 
     def __init__(
         self, index: int, tracker: EagerTracker, hidden: Tensor | None, entered: Entered, heads_hint: int | None
@@ -71,6 +73,7 @@ class _Frame:
         self.index, self.tracker, self.hidden, self.entered = index, tracker, hidden, entered
         self.heads_hint = heads_hint
         self.left = 0  # operators left in a traced graph
+        self.holds_mode = False  # entered the mode while a graph was traced
 
     def complete(self, described: Described) -> Described:
         """Add what the call itself does not tell: a scale that queries already have, a second sequence."""
@@ -91,10 +94,11 @@ class _Frame:
 class Recorder:
     """Watches the attention modules of a model between ``start`` and ``stop``; outside, the model is untouched.
 
-    In the first measured step the function mode covers the whole step and every module that could make a call is
-    hooked. If all of it ran eagerly, later steps hook only modules that made calls or look like attention, and
-    the mode is active inside those alone. If some of it was compiled, hooks and mode stay as they were then,
-    since a compiled graph is valid for exactly these.
+    In the first measured step every module that could make a call is hooked, and the function mode covers the whole
+    step. If all of it ran eagerly, later steps hook only modules that made calls or look like attention, and the
+    mode is active inside those alone. Where some of the model is compiled (see ``functional``) the mode is active
+    inside attention modules alone from the start, torch's attention functions are replaced, and hooks stay as in the
+    first step, since a compiled graph is valid for exactly these hooks and functions.
 
     Args:
         model: any module, wrapped or not.
@@ -128,6 +132,7 @@ class Recorder:
             RegistryPatch(self, self._watched),
             traced.CheckpointedGraphs(),
         ]
+        self._functional = FunctionalPatch(self)
         self._flex_operator: Any = None
         self._hooks: dict[int, HookPair] = {}
         self._mode = CallMode(self._report)
@@ -135,12 +140,14 @@ class Recorder:
         self._stack: list[_Frame] = []
         self._trail: list[_Frame] = []  # the stack while a graph is traced
         self._number = traced.register(self)
-        self._buffers: dict[torch.device, Tensor] = {}
+        self._known_devices: frozenset[torch.device] = frozenset()
         self._active = False
         self._thread = threading.get_ident()
         self._suppressed = 0  # depth of functions whose inner torch calls are not calls of their own
         self._was_traced = False
+        self._in_traced_mode = False
         self._wide = True
+        self._careful = False
         self.measured_steps = 0
 
     # -- what was seen --------------------------------------------------------------------------------------
@@ -179,19 +186,35 @@ class Recorder:
                 assert module is not None
                 self._hooks[index] = HookPair(module, self, index)
             self._hooks[index].attach()
-        if not self._buffers:
-            self._buffers = {device: torch.zeros(1, device=device) for device in self._devices()}
+        for device in self._devices():
+            traced.prepare(device)
+        self._careful = self._may_be_compiled()
         for patch in self._patches:
             patch.install()
+        if self._careful:
+            self._functional.install()
         self._flex_operator = flex.operator()
         self._thread = threading.get_ident()
         self._active = True
-        if self._wide and torch.is_grad_enabled():
+        if self._wide and not self._careful and torch.is_grad_enabled():
             self._enter_mode(-1)
 
-    def _devices(self) -> set[torch.device]:
-        modules = (reference() for reference, _ in self._watched)
-        return {tensor.device for module in modules if module is not None for tensor in module.parameters()}
+    def _may_be_compiled(self) -> bool:
+        """Whether a mode around modules could meet compiled code."""
+        if self._was_traced or "torch._dynamo" not in sys.modules:
+            return self._was_traced
+        modules = [module for module in (reference() for reference, _ in self._watched) if module is not None]
+        return any(names.is_compiled(module) for module in modules) or (
+            not self.measured_steps and names.has_compiled_wrapper(modules)
+        )
+
+    def _devices(self) -> frozenset[torch.device]:
+        """Where the model is; looked for until it is somewhere."""
+        if not self._known_devices:
+            modules = (reference() for reference, _ in self._watched)
+            tensors = (tensor for module in modules if module is not None for tensor in module.parameters())
+            self._known_devices = frozenset(tensor.device for tensor in tensors if tensor.device.type != "meta")
+        return self._known_devices
 
     def _wants_hook(self, index: int, site: Site) -> bool:
         module = self._watched[index][0]()
@@ -202,6 +225,7 @@ class Recorder:
     def stop(self) -> None:
         """Detach; the model is as it was."""
         self._active = False
+        self._functional.remove()
         for patch in reversed(self._patches):
             patch.remove()
         self._unwind(0)
@@ -241,9 +265,12 @@ class Recorder:
             if self._active:
                 hidden = _hidden_of(args, kwargs) if self._with_hidden else None
                 self._trail.append(self._frame(self._trail, index, hidden, args, kwargs))
+                if self._sites[index].expected and not self._in_traced_mode:
+                    self._in_traced_mode = self._trail[-1].holds_mode = True
+                    self._mode.__enter__()
             return
         # activation checkpointing runs the forward again inside backward; it was counted the first time
-        if not self._active or _in_backward() or torch.jit.is_tracing():
+        if not self._active or _in_backward() or torch._C._get_tracing_state() is not None:
             return
         site = self._sites[index]
         try:
@@ -257,7 +284,11 @@ class Recorder:
         """A watched module's forward has ended."""
         if torch.compiler.is_compiling():
             if self._trail and not torch.compiler.is_exporting():
-                self._trail.pop().tracker.finish()
+                frame = self._trail.pop()
+                if frame.holds_mode:
+                    self._in_traced_mode = False
+                    self._mode.__exit__(None, None, None)
+                frame.tracker.finish()
             return
         stack = self._stack
         if not stack or threading.get_ident() != self._thread or _in_backward():
@@ -272,7 +303,8 @@ class Recorder:
         site = self._sites[index]
         self._stack.append(self._frame(self._stack, index, hidden, args, kwargs))
         # without gradients a mode would keep nn.MultiheadAttention from its fused path: only where it must
-        if torch.is_grad_enabled() or site.expected:
+        # a mode around modules would meet compiled code inside them
+        if site.expected or (torch.is_grad_enabled() and not self._careful):
             self._enter_mode(len(self._stack) - 1)
 
     def _frame(
@@ -353,6 +385,8 @@ class Recorder:
         is watched, otherwise to the innermost watched module. If the function is not ``opaque``, torch calls inside
         are reported as anywhere else, and ``describe`` is asked only where none was seen.
         """
+        if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling():
+            return original(*args, **kwargs)  # the compiler runs a graph that was traced before
         seen = -1 if opaque else self._seen()
         self._suppressed += opaque
         try:
@@ -412,6 +446,12 @@ class Recorder:
         finally:
             self._suppressed -= 1
         return result
+
+    def choose(self, batch: int) -> slice:
+        """The sequences to project of a call that is being described."""
+        if torch.compiler.is_compiling() or not self._stack:
+            return _first_sequences(batch)
+        return self._observer.choose(self._sites[self._stack[-1].index], batch)
 
     def _seen(self) -> int:
         """Grows whenever the innermost module makes a call."""
@@ -473,7 +513,7 @@ class Recorder:
         left, right = normalise_window(described.get("window")) or (None, None)
         self._trail[-1].left += 1
         torch.ops.attnmon.observe(
-            self._buffers[query.device],
+            traced.ORDER[query.device],
             self._number,
             index,
             route,
@@ -501,7 +541,7 @@ class Recorder:
         if index >= 0 and self._sites[index].excluded:
             return
         rows = flex.rows_in_graph(args, _TRACED_SEQUENCES, _TRACED_ROWS)
-        order, head_dim = self._buffers[args[0].device], args[0].shape[3]
+        order, head_dim = traced.ORDER[args[0].device], args[0].shape[3]
         if self._trail:
             self._trail[-1].left += 1
         torch.ops.attnmon.observe_rows(order, self._number, index, flex.ROUTE, *rows, head_dim)
@@ -515,7 +555,7 @@ class Recorder:
         if self._trail:
             self._trail[-1].left += 1
         torch.ops.attnmon.observe_logits(
-            self._buffers[seen.logits.device],
+            traced.ORDER[seen.logits.device],
             self._number,
             index,
             seen.logits.detach(),
@@ -532,7 +572,7 @@ class Recorder:
         if self._sites[index].expected and not self._sites[index].excluded:
             if self._trail:
                 self._trail[-1].left += 1
-            torch.ops.attnmon.refuse(self._buffers[device], self._number, index, reason)
+            torch.ops.attnmon.refuse(traced.ORDER[device], self._number, index, reason)
 
     def replay(self, index: int, route: str, described: Described) -> None:
         """A compiled graph makes a call that was noted while it was traced."""

@@ -107,9 +107,7 @@ _MHA_ARGUMENTS = (
 )
 
 
-def describe_mha(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], choose: Callable[[int], slice]
-) -> Described:
+def describe_mha(args: tuple[Any, ...], kwargs: Mapping[str, Any], choose: Callable[[int], slice]) -> Described:
     """``F.multi_head_attention_forward``, what nn.MultiheadAttention and nn.Transformer layers call.
 
     Its projections are made again, for the sampled sequences only (``choose``: batch size -> which).
@@ -163,7 +161,8 @@ def describe_mha(
             mask = (mask if mask.dim() == 4 else mask[None, None]).masked_fill(rows, -torch.inf)
 
     def split(tensor: Tensor) -> Tensor:  # [L, S, E] -> [S, H, L, D]
-        return tensor.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
+        by_head: Tensor = tensor.unflatten(-1, (heads, -1))
+        return by_head.permute(1, 2, 0, 3)
 
     return {
         "query": split(query),

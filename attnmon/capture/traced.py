@@ -45,6 +45,17 @@ class CheckpointedGraphs:
             self._config = None
 
 
+ORDER: dict[torch.device, Tensor] = {}
+"""The one-element buffer of each device. A global, so that any traced function can read it."""
+
+
+def prepare(device: torch.device) -> None:
+    """Make sure that graphs on ``device`` have their buffer."""
+    if device not in ORDER:
+        with torch.inference_mode(False):
+            ORDER[device] = torch.zeros(1, device=device)
+
+
 _RECORDERS: weakref.WeakValueDictionary[int, Recorder] = weakref.WeakValueDictionary()
 _counter = 0
 

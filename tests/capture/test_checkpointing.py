@@ -109,7 +109,7 @@ def run(model, micro_batches=2, **options):
 
 def assert_counted_once(one, other):
     """The same run, with and without checkpointing."""
-    for (snapshot, coverage, gradients) in (one, other):
+    for snapshot, coverage, gradients in (one, other):
         assert snapshot is not None
         assert gradients
         assert all(record.status == "captured" for record in coverage)

@@ -189,9 +189,7 @@ def test_what_is_scaled_before_its_projection_is_no_scale():
     project = nn.Linear(D, D, bias=False)
     with torch.no_grad():
         project.weight.copy_(torch.eye(D))
-    check(
-        lambda m, q, k, v: (project(q * 3.0) @ k.mT).softmax(-1) @ v, scale=1.0, logits=lambda q, k: 3.0 * q @ k.mT
-    )
+    check(lambda m, q, k, v: (project(q * 3.0) @ k.mT).softmax(-1) @ v, scale=1.0, logits=lambda q, k: 3.0 * q @ k.mT)
 
 
 @pytest.mark.parametrize(
@@ -267,9 +265,7 @@ def test_padding_queries_are_excluded(value):
 
 def test_minus_ten_thousand_is_a_bias_that_no_weight_survives():
     """Not a mask by the definitions; the weights and their entropy are the model's own all the same."""
-    layer, snapshot, record = measure(
-        lambda m, q, k, v: (q @ k.mT * SCALE + additive(CAUSAL, -1e4)).softmax(-1) @ v
-    )
+    layer, snapshot, record = measure(lambda m, q, k, v: (q @ k.mT * SCALE + additive(CAUSAL, -1e4)).softmax(-1) @ v)
     q, k, _ = layer.seen
     weights = (SCALE * q @ k.mT).masked_fill(~CAUSAL, -math.inf).softmax(-1)
     assert_heads(snapshot["entropy"]["0"], entropy(weights))

@@ -162,8 +162,19 @@ def test_unbatched(masks):
     check(nn.MultiheadAttention(E, H), x, key, key, key_padding_mask=torch.arange(S) >= 6)
 
 
+@pytest.mark.parametrize("masks", [None, "bool", "bool by head", "float"])
 @pytest.mark.parametrize("separate", [False, True])
-def test_the_function_called_directly(separate):
+def test_the_function_called_directly(separate, masks):
+    """nn.MultiheadAttention makes float masks of bool ones before it gets here; others do not."""
+    keys = L - 2
+    mask = {
+        None: None,
+        "bool": attn_mask("2-D bool", L, L)[:, :keys],
+        "bool by head": attn_mask("3-D bool", L, keys),
+        "float": attn_mask("3-D float", L, keys),
+    }[masks]
+    given = None if masks is None or masks == "float" else padding(keys, "bool")[0]
+
     class Functional(nn.Module):
         def __init__(self):
             super().__init__()
@@ -171,21 +182,19 @@ def test_the_function_called_directly(separate):
 
         def forward(self, query, key):
             m = self.inner
-            more = {}
-            if separate:
-                more = {"use_separate_proj_weight": True, "q_proj_weight": m.q_proj_weight,
-                        "k_proj_weight": m.k_proj_weight, "v_proj_weight": m.v_proj_weight}  # fmt: skip
+            weights = [m.q_proj_weight, m.k_proj_weight, m.v_proj_weight]
+            value = query[: key.shape[0]] if separate else key
             output, self.weights = F.multi_head_attention_forward(
-                query, key, key if not separate else query[: key.shape[0]], E, H, m.in_proj_weight, m.in_proj_bias,
-                None, None, False, 0.0, m.out_proj.weight, m.out_proj.bias, training=False, need_weights=True,
-                average_attn_weights=False, **more,
+                query, key, value, E, H, m.in_proj_weight, m.in_proj_bias, None, None, False, 0.0, m.out_proj.weight,
+                m.out_proj.bias, training=False, need_weights=True, average_attn_weights=False, attn_mask=mask,
+                key_padding_mask=given, use_separate_proj_weight=separate,
+                **dict(zip(("q_proj_weight", "k_proj_weight", "v_proj_weight"), weights, strict=True)),
             )  # fmt: skip
             return output
 
     model = randomise(nn.Sequential(Functional()), std=0.4)
-    wrapper = Both(model[0])
-    query, key = draw(L, B, E), draw(L - 2, B, 10 if separate else E, seed=2)
-    snapshot, coverage = watched(wrapper, query, key)
+    query, key = draw(L, B, E), draw(keys, B, 10 if separate else E, seed=2)
+    snapshot, coverage = watched(Both(model[0]), query, key)
     (path,) = snapshot.modules
     assert (coverage[path].heads, coverage[path].kind) == (H, "cross")
     assert_heads(snapshot["entropy"][path], entropy(model[0].weights))

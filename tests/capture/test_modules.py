@@ -259,6 +259,26 @@ def test_kinds_by_what_is_given():
         assert {path: record.kind for path, record in coverage.items()} == {"attn1": "self", "attn2": "cross"}
 
 
+@pytest.mark.parametrize("spelled", [False, True])
+def test_padding_of_the_other_sequence_excludes_no_query(spelled):
+    """Sequences of one length, and a name that says what they are."""
+    padded = torch.arange(LENGTH)[None] >= torch.tensor([[LENGTH], [6], [3]])
+
+    class CrossAttention(Attention):
+        def forward(self, x, other):
+            q, k, v = (self.qkv(y).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)[i]
+                       for i, y in enumerate((x, other, other)))  # fmt: skip
+            visible = ~padded[:, None, None, :]
+            if not spelled:
+                return F.scaled_dot_product_attention(q, k, v, attn_mask=visible).transpose(1, 2).flatten(2)
+            return (q @ k.mT).masked_fill(~visible, -torch.inf).softmax(-1) @ v
+
+    snapshot, coverage = watched(CrossAttention(), inputs(), inputs(2))
+    assert coverage[""].kind == "cross"
+    assert (snapshot.rows[""] == 3 * LENGTH).all()
+    assert (snapshot.excluded[""] == 0).all()
+
+
 # -- shared and repeated modules -------------------------------------------------------------------------------
 
 

@@ -1,0 +1,75 @@
+"""torch's own attention functions, replaced wherever a module holds them.
+
+Where something may be compiled, the function mode is kept inside attention modules: a compiled region that breaks
+into several graphs under an active mode can fail in the compiler itself, mode or no monitor. Replaced functions do
+what the mode would: a compiled graph is valid for the functions it was traced with, so the ones here have it traced
+anew, and unmeasured steps go on with the graph they had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from attnmon.capture.rebind import Rebinding
+from attnmon.capture.torch_calls import describe_mha, describe_sdpa
+
+if TYPE_CHECKING:
+    from attnmon.capture.recorder import Recorder
+
+
+class FunctionalPatch(Rebinding):
+    """Replaces ``scaled_dot_product_attention`` and ``multi_head_attention_forward``, and ``softmax`` by itself.
+
+    The softmax is followed by the mode; its stand-in is there only so that graphs with eager attention are traced
+    anew, too.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._replaced: dict[Any, Any] = {}
+        super().__init__(self._functions, _may_change)
+
+    def _functions(self) -> Mapping[Any, Any]:
+        if not self._replaced:
+            recorder = self._recorder
+            sdpa, mha, softmax = F.scaled_dot_product_attention, F.multi_head_attention_forward, F.softmax
+            self._replaced = {
+                sdpa: self._stand_in("sdpa", sdpa, lambda args, kwargs: describe_sdpa(args, kwargs)),
+                mha: self._stand_in(
+                    "multi_head_attention_forward",
+                    mha,
+                    lambda args, kwargs: describe_mha(args, kwargs, recorder.choose),
+                ),
+                softmax: _softmax_stand_in(softmax),
+            }
+        return self._replaced
+
+    def _stand_in(
+        self, route: str, original: Callable[..., Any], describe: Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
+    ) -> Callable[..., Any]:
+        recorder = self._recorder
+
+        # not under the original's name and module: the compiler would take it for a function of torch
+        def stand_in(*args: Any, **kwargs: Any) -> Any:
+            return recorder.call_through(route, original, args, kwargs, lambda: describe(args, kwargs))
+
+        return stand_in
+
+
+def _softmax_stand_in(original: Callable[..., Any]) -> Callable[..., Any]:
+    def softmax(input: Any, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
+        if dim is None or type(input) is not torch.Tensor:
+            return original(input, dim, _stacklevel, dtype)
+        # what the original does; it would tell the mode of the function that its module holds now, which is this one
+        return input.softmax(dim) if dtype is None else input.softmax(dim, dtype=dtype)
+
+    return softmax
+
+
+def _may_change(module: str) -> bool:
+    """Of torch itself only what models call: the compiler looks its functions up in the other modules."""
+    return module == F.__name__ or not (module == "torch" or module.startswith("torch."))
