@@ -1,10 +1,10 @@
 """attnmon watches the attention of a transformer while it trains.
 
-    monitor = attnmon.watch(model)
-    for batch in batches:
-        with monitor.step():
-            ...                     # forward, backward, optimizer
-    monitor.latest["entropy_norm"]  # module path -> one number per head
+monitor = attnmon.watch(model)
+for batch in batches:
+    with monitor.step():
+        ...                     # forward, backward, optimizer
+monitor.latest["entropy_norm"]  # module path -> one number per head
 """
 
 from attnmon.errors import AttnmonError, AttnmonWarning, UnsupportedAttention

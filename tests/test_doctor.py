@@ -4,7 +4,7 @@ import pytest
 
 from attnmon.cli import main
 
-MODULE = '''
+MODULE = """
 import torch
 from torch import nn
 
@@ -53,7 +53,7 @@ def no_attention():
 
 def no_model():
     return 3
-'''
+"""
 
 
 @pytest.fixture

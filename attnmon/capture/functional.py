@@ -1,7 +1,7 @@
 """torch's own attention functions, replaced wherever a module holds them.
 
-Where something may be compiled, the function mode is kept inside attention modules: a compiled region that breaks
-into several graphs under an active mode can fail in the compiler itself, mode or no monitor. Replaced functions do
+Where compiled code breaks into several graphs, the function mode is kept inside attention modules: such code can
+fail in the compiler itself while any mode is active. Replaced functions do
 what the mode would: a compiled graph is valid for the functions it was traced with, so the ones here have it traced
 anew, and unmeasured steps go on with the graph they had.
 """
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class FunctionalPatch(Rebinding):
-    """Replaces ``scaled_dot_product_attention`` and ``multi_head_attention_forward``, and ``softmax`` by itself.
+    """Replaces ``scaled_dot_product_attention``, ``multi_head_attention_forward`` and ``softmax``.
 
-    The softmax is followed by the mode; its stand-in is there only so that graphs with eager attention are traced
+    The softmax is followed by the mode; its stand-ins are there only so that graphs with eager attention are traced
     anew, too.
     """
 
@@ -36,7 +36,7 @@ class FunctionalPatch(Rebinding):
     def _functions(self) -> Mapping[Any, Any]:
         if not self._replaced:
             recorder = self._recorder
-            sdpa, mha, softmax = F.scaled_dot_product_attention, F.multi_head_attention_forward, F.softmax
+            sdpa, mha = F.scaled_dot_product_attention, F.multi_head_attention_forward
             self._replaced = {
                 sdpa: self._stand_in("sdpa", sdpa, lambda args, kwargs: describe_sdpa(args, kwargs)),
                 mha: self._stand_in(
@@ -44,7 +44,8 @@ class FunctionalPatch(Rebinding):
                     mha,
                     lambda args, kwargs: describe_mha(args, kwargs, recorder.choose),
                 ),
-                softmax: _softmax_stand_in(softmax),
+                F.softmax: _softmax_of_functional(F.softmax),
+                torch.softmax: _softmax_of_torch(torch.softmax),
             }
         return self._replaced
 
@@ -60,16 +61,28 @@ class FunctionalPatch(Rebinding):
         return stand_in
 
 
-def _softmax_stand_in(original: Callable[..., Any]) -> Callable[..., Any]:
+# The two do what the originals do. Those would tell the mode of the function that their module holds now, or, called
+# from here while a graph is traced, of nothing.
+
+
+def _softmax_of_functional(original: Callable[..., Any]) -> Callable[..., Any]:
     def softmax(input: Any, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
         if dim is None or type(input) is not torch.Tensor:
             return original(input, dim, _stacklevel, dtype)
-        # what the original does; it would tell the mode of the function that its module holds now, which is this one
         return input.softmax(dim) if dtype is None else input.softmax(dim, dtype=dtype)
+
+    return softmax
+
+
+def _softmax_of_torch(original: Callable[..., Any]) -> Callable[..., Any]:
+    def softmax(input: Any, dim: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(input) is not torch.Tensor or "out" in kwargs:
+            return original(input, dim, *args, **kwargs)
+        return input.softmax(dim, *args, **kwargs)
 
     return softmax
 
 
 def _may_change(module: str) -> bool:
     """Of torch itself only what models call: the compiler looks its functions up in the other modules."""
-    return module == F.__name__ or not (module == "torch" or module.startswith("torch."))
+    return module in ("torch", F.__name__) or not module.startswith("torch.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -65,7 +64,7 @@ class Patch(Protocol):
 class _Frame:
     """One module's forward on the stack."""
 
-    __slots__ = ("entered", "heads_hint", "hidden", "holds_mode", "index", "left", "tracker")
+    __slots__ = ("entered", "heads_hint", "hidden", "index", "left", "tracker")
 
     def __init__(
         self, index: int, tracker: EagerTracker, hidden: Tensor | None, entered: Entered, heads_hint: int | None
@@ -73,7 +72,6 @@ class _Frame:
         self.index, self.tracker, self.hidden, self.entered = index, tracker, hidden, entered
         self.heads_hint = heads_hint
         self.left = 0  # operators left in a traced graph
-        self.holds_mode = False  # entered the mode while a graph was traced
 
     def complete(self, described: Described) -> Described:
         """Add what the call itself does not tell: a scale that queries already have, a second sequence."""
@@ -96,9 +94,9 @@ class Recorder:
 
     In the first measured step every module that could make a call is hooked, and the function mode covers the whole
     step. If all of it ran eagerly, later steps hook only modules that made calls or look like attention, and the
-    mode is active inside those alone. Where some of the model is compiled (see ``functional``) the mode is active
-    inside attention modules alone from the start, torch's attention functions are replaced, and hooks stay as in the
-    first step, since a compiled graph is valid for exactly these hooks and functions.
+    mode is active inside those alone. If some of it was compiled, hooks and mode stay as they were then, since a
+    compiled graph is valid for exactly these. Where compiled code is known to break into several graphs (see
+    ``functional``) the mode is kept inside attention modules and torch's attention functions are replaced instead.
 
     Args:
         model: any module, wrapped or not.
@@ -145,9 +143,11 @@ class Recorder:
         self._thread = threading.get_ident()
         self._suppressed = 0  # depth of functions whose inner torch calls are not calls of their own
         self._was_traced = False
-        self._in_traced_mode = False
+        self._modes_below = 0
+        self._traced_mode_depth = 0  # depth of the trail at which the mode was entered while a graph is traced
         self._wide = True
         self._careful = False
+        self._saw_nothing = False  # a measured step
         self.measured_steps = 0
 
     # -- what was seen --------------------------------------------------------------------------------------
@@ -196,13 +196,13 @@ class Recorder:
         self._flex_operator = flex.operator()
         self._thread = threading.get_ident()
         self._active = True
-        if self._wide and not self._careful and torch.is_grad_enabled():
+        if self._wide and (self._saw_nothing or not self._careful) and torch.is_grad_enabled():
             self._enter_mode(-1)
 
     def _may_be_compiled(self) -> bool:
-        """Whether a mode around modules could meet compiled code."""
-        if self._was_traced or "torch._dynamo" not in sys.modules:
-            return self._was_traced
+        """Whether a mode around modules could meet compiled code that breaks into several graphs."""
+        if self._was_traced or not traced.graphs_were_broken():
+            return self._careful  # graphs are valid for the way in which they were traced
         modules = [module for module in (reference() for reference, _ in self._watched) if module is not None]
         return any(names.is_compiled(module) for module in modules) or (
             not self.measured_steps and names.has_compiled_wrapper(modules)
@@ -242,17 +242,18 @@ class Recorder:
         """A measured step is over; it made so many calls."""
         self.measured_steps += 1
         # a step that saw nothing may have run graphs compiled before the hooks: let the mode have them traced anew
-        self._wide = self._was_traced or calls == 0
+        self._saw_nothing |= calls == 0
+        self._wide = self._was_traced or self._saw_nothing
 
     def _enter_mode(self, level: int) -> None:
         if self._mode_level is None:
             self._mode_level = level
-            self._mode.__enter__()
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def _leave_mode(self, level: int) -> None:
         if self._mode_level is not None and self._mode_level >= level:
             self._mode_level = None
-            self._mode.__exit__(None, None, None)
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     # -- what hooks say -------------------------------------------------------------------------------------
 
@@ -264,10 +265,12 @@ class Recorder:
             self._was_traced = True
             if self._active:
                 hidden = _hidden_of(args, kwargs) if self._with_hidden else None
-                self._trail.append(self._frame(self._trail, index, hidden, args, kwargs))
-                if self._sites[index].expected and not self._in_traced_mode:
-                    self._in_traced_mode = self._trail[-1].holds_mode = True
-                    self._mode.__enter__()
+                frame = self._frame(self._trail, index, hidden, args, kwargs)
+                self._trail.append(frame)
+                if self._sites[index].expected and self._traced_mode_depth == 0 and self._mode_level is None:
+                    self._traced_mode_depth = len(self._trail)
+                    self._modes_below = torch._C._len_torch_function_stack()
+                    self._mode.__enter__()  # type: ignore[no-untyped-call]
             return
         # activation checkpointing runs the forward again inside backward; it was counted the first time
         if not self._active or _in_backward() or torch._C._get_tracing_state() is not None:
@@ -284,11 +287,12 @@ class Recorder:
         """A watched module's forward has ended."""
         if torch.compiler.is_compiling():
             if self._trail and not torch.compiler.is_exporting():
-                frame = self._trail.pop()
-                if frame.holds_mode:
-                    self._in_traced_mode = False
-                    self._mode.__exit__(None, None, None)
-                frame.tracker.finish()
+                if self._traced_mode_depth == len(self._trail):
+                    self._traced_mode_depth = 0
+                    # the compiler loses the mode where it traces flex attention
+                    if torch._C._len_torch_function_stack() > self._modes_below:
+                        self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+                self._trail.pop().tracker.finish()
             return
         stack = self._stack
         if not stack or threading.get_ident() != self._thread or _in_backward():
@@ -546,9 +550,7 @@ class Recorder:
             self._trail[-1].left += 1
         torch.ops.attnmon.observe_rows(order, self._number, index, flex.ROUTE, *rows, head_dim)
 
-    def leave_logits(
-        self, index: int, seen: SoftmaxSeen, heads: int, is_cross: bool, values: Tensor | None
-    ) -> None:
+    def leave_logits(self, index: int, seen: SoftmaxSeen, heads: int, is_cross: bool, values: Tensor | None) -> None:
         """While a graph is traced: the operator for eager attention."""
         if self._sites[index].excluded:
             return
@@ -585,9 +587,7 @@ class Recorder:
         except Exception as error:
             self._observer.fault(site, error)
 
-    def replay_logits(
-        self, index: int, seen: SoftmaxSeen, heads: int, is_cross: bool, value: Tensor | None
-    ) -> None:
+    def replay_logits(self, index: int, seen: SoftmaxSeen, heads: int, is_cross: bool, value: Tensor | None) -> None:
         """The same for eager attention."""
         if not self._active or _in_backward():
             return

@@ -19,6 +19,7 @@ from attnmon.capture.eager import SoftmaxSeen
 if TYPE_CHECKING:
     from attnmon.capture.recorder import Recorder
 
+
 class CheckpointedGraphs:
     """Lets a graph be traced whose activation checkpointing has watched modules inside.
 
@@ -47,6 +48,12 @@ class CheckpointedGraphs:
 
 ORDER: dict[torch.device, Tensor] = {}
 """The one-element buffer of each device. A global, so that any traced function can read it."""
+
+
+def graphs_were_broken() -> bool:
+    """Whether anything that this process has compiled so far broke into several graphs."""
+    utilities = sys.modules.get("torch._dynamo.utils")
+    return utilities is not None and bool(utilities.counters.get("graph_break"))
 
 
 def prepare(device: torch.device) -> None:

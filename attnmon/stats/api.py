@@ -161,6 +161,4 @@ def _allowed(settings: Settings, call: AttentionCall, *, explicit: bool) -> Sett
         return settings
     has = {"": True, "value": has_tokens, "sinks": call.sinks is not None, "softcap": call.softcap is not None}
     metrics = tuple(name for name in settings.metrics if has[METRICS[name].needs])
-    return Settings(
-        metrics, settings.rows, settings.sequences, settings.top_n, settings.tokens, settings.fd_epsilon
-    )
+    return Settings(metrics, settings.rows, settings.sequences, settings.top_n, settings.tokens, settings.fd_epsilon)

@@ -74,7 +74,8 @@ class Packing:
 
     def rows(self, matrix: NDArray[np.float64]) -> CountArray:
         """Valid rows per head."""
-        return matrix[0].astype(np.int64)
+        counts: CountArray = matrix[0].astype(np.int64)
+        return counts
 
     def excluded(self, matrix: NDArray[np.float64]) -> Mapping[str, CountArray]:
         """Excluded rows per reason and head."""

@@ -274,10 +274,9 @@ def _large_step(a: Tensor, weights: _Weights) -> Tensor:
     log_change = torch.where(top > 0, top + torch.log(total), torch.log1p(others)) - torch.log1p(weights.others)
     change = a - log_change[..., None]
     before = torch.exp(weights.d) / (1.0 + weights.others)[..., None]
-    difference = torch.where(
-        change < 20.0, before * torch.expm1(change.clamp(max=20.0)), e_moved / total[..., None]
-    )
-    return torch.linalg.vector_norm(difference, dim=-1)
+    difference = torch.where(change < 20.0, before * torch.expm1(change.clamp(max=20.0)), e_moved / total[..., None])
+    length: Tensor = torch.linalg.vector_norm(difference, dim=-1)
+    return length
 
 
 def _exp(d: Tensor) -> Tensor:
@@ -293,4 +292,5 @@ def _dot(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _square_sum(tensor: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(tensor, dim=-1).square()
+    length: Tensor = torch.linalg.vector_norm(tensor, dim=-1)
+    return length.square()

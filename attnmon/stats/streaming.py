@@ -2,7 +2,8 @@
 
 Rows are handled in blocks of a fixed number of logits (whole rows, as many as fit), so memory is
 O(block), whatever Lk and the number of rows; an Lq x Lk tensor is never built. Everything is accumulated in
-float32 (or float64, if asked), sums over rows in float64. This file decides what a block reads; ``rows.py`` does its arithmetic.
+float32 (or float64, if asked), sums over rows in float64. This file decides what a block reads; ``rows.py``
+does its arithmetic.
 """
 
 from __future__ import annotations
@@ -125,10 +126,14 @@ class _Reducer:
                 heads = slice(g * self.group, min(g + step_groups, groups) * self.group)
                 for first, last in ranges:
                     keys = self._keys_of(first, last)
-                    step_rows = max(1, elements // ((keys.stop - keys.start) * self.group * step_groups * step_sequences))
+                    step_rows = max(
+                        1, elements // ((keys.stop - keys.start) * self.group * step_groups * step_sequences)
+                    )
                     for r in range(first, last, step_rows):
                         stop = min(r + step_rows, last)
-                        yield _Block(box, heads, slice(r, stop), keys if step_rows >= last - first else self._keys_of(r, stop))
+                        yield _Block(
+                            box, heads, slice(r, stop), keys if step_rows >= last - first else self._keys_of(r, stop)
+                        )
 
     def _row_ranges(self, rows: int) -> list[tuple[int, int]]:
         """Rows of few visible keys apart from those of many, where the host knows positions without waiting."""
@@ -178,7 +183,9 @@ class _Reducer:
         key = ("visible", *block.key)
         if per_head or key not in self.plan.shared:
             visible, bias = visible_keys(self.call, self._chosen(block), positions, block.heads, block.keys)
-            found = None if visible is None and bias is None else Visible.of(visible, bias, block.num_keys, self.compute)
+            found = (
+                None if visible is None and bias is None else Visible.of(visible, bias, block.num_keys, self.compute)
+            )
             if per_head:
                 return found
             self.plan.shared[key] = found
@@ -280,7 +287,7 @@ class _Reducer:
         seen = direction if visible is None or visible.weight is None else direction * visible.weight
         norm = torch.linalg.vector_norm(seen, dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
         step = self.settings.fd_epsilon / self.call.tau
-        change = seen * (step / norm)
+        change: Tensor = seen * (step / norm)
         if self._moves_by_expm1:
             change = torch.expm1(change)
         if sharable:

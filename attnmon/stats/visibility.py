@@ -64,7 +64,10 @@ def visible_keys(
         bias = other if bias is None else bias + other
 
     if call.is_causal or call.window is not None:
-        ahead = torch.arange(keys.start, keys.stop, device=positions.device) - (positions + call.causal_offset)[:, None, :, None]  # [S, 1, R, K]
+        ahead = (
+            torch.arange(keys.start, keys.stop, device=positions.device)
+            - (positions + call.causal_offset)[:, None, :, None]
+        )  # [S, 1, R, K]
         if call.is_causal:
             hide(ahead <= 0)
         if call.window is not None:

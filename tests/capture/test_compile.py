@@ -23,8 +23,10 @@ WIDTH, HEADS = 24, 3
 @pytest.fixture(autouse=True)
 def fresh():
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()  # how a model is watched depends on whether graphs broke
     yield
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
 
 
 class Attention(nn.Module):
@@ -376,3 +378,36 @@ def test_models_of_transformers_compile_with_every_layer_seen():
             for path in ("transformer.h.0.attn", "transformer.h.1.attn"):
                 assert_heads(one["entropy"][path], torch.from_numpy(other["entropy"][path]))
                 assert_heads(one["jacobian"][path], torch.from_numpy(other["jacobian"][path]), 5e-4)
+
+
+class Broken(nn.Module):
+    """A model whose compiled code breaks into several graphs."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Attention() for _ in range(2))
+
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        length = torch.arange(x.shape[1], device=x.device)
+        for layer in self.layers:
+            x = layer(x + length[:, None] * 0)
+            torch._dynamo.graph_break()
+        return x
+
+
+def test_a_model_that_breaks_graphs_goes_on():
+    data = batches(5)
+    torch.manual_seed(0)
+    model = Broken()
+    expected = [model(x).sum().item() for x in data]
+    compiled = torch.compile(model, backend="aot_eager")
+    compiled(data[0])
+    assert torch._dynamo.utils.counters["graph_break"]
+    with attnmon.watch(model, **EVERYTHING) as monitor:
+        for x, loss in zip(data, expected, strict=True):
+            with monitor.step():
+                got = compiled(x).sum()
+                got.backward()
+            torch.testing.assert_close(got.item(), loss)
+        assert [(record.path, record.calls) for record in monitor.coverage()] == [("layers.0", 5), ("layers.1", 5)]

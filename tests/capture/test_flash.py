@@ -22,7 +22,7 @@ FUNCTIONS = (
     *("flash_attn_varlen_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_varlen_kvpacked_func"),
 )
 
-MODEL = '''
+MODEL = """
 import functools
 import flash_attn
 from flash_attn import flash_attn_func, flash_attn_varlen_func
@@ -89,7 +89,7 @@ class Model(nn.Module):
 
     def forward(self, *args, **kwargs):
         return self.attn(*args, **kwargs).flatten(-2)
-'''
+"""
 
 
 def as_function(method):
