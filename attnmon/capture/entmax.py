@@ -63,22 +63,17 @@ class Caller(Protocol):
     ) -> Any: ...
 
 
+def _present() -> Mapping[str, Any]:
+    package = sys.modules.get("entmax")
+    return {name: getattr(package, name) for name in _PARAMETERS if hasattr(package, name)}
+
+
 class EntmaxPatch(Rebinding):
     """Replaces the normalisers wherever a module holds them."""
 
     def __init__(self, recorder: Caller) -> None:
         self._recorder = recorder
-        self._replaced: dict[Any, Any] = {}
-        super().__init__(self._functions)
-
-    def _functions(self) -> Mapping[Any, Any]:
-        package = sys.modules.get("entmax")
-        if package is not None and not self._replaced:
-            for name in _PARAMETERS:
-                original = getattr(package, name, None)
-                if original is not None:
-                    self._replaced[original] = self._replacement(name, original)
-        return self._replaced
+        super().__init__(_present, self._replacement)
 
     def _replacement(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         recorder = self._recorder

@@ -45,22 +45,22 @@ class FlexPatch(Rebinding):
 
     def __init__(self, recorder: Caller) -> None:
         self._recorder = recorder
-        self._replaced: dict[Any, Any] = {}
-        super().__init__(self._functions)
+        super().__init__(_present, self._stand_in)
 
-    def _functions(self) -> Mapping[Any, Any]:
-        if not self._replaced and _MODULE in sys.modules:
-            original = sys.modules[_MODULE].flex_attention
-            recorder = self._recorder
+    def _stand_in(self, key: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        recorder = self._recorder
 
-            @wraps(original)
-            def flex_attention(*args: Any, **kwargs: Any) -> Any:
-                if torch.compiler.is_compiling():  # the function mode sees the operator inside
-                    return original(*args, **kwargs)
-                return recorder.call_through(ROUTE, original, args, kwargs, lambda: describe_flex(args, kwargs))
+        @wraps(original)
+        def flex_attention(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():  # the function mode sees the operator inside
+                return original(*args, **kwargs)
+            return recorder.call_through(ROUTE, original, args, kwargs, lambda: describe_flex(args, kwargs))
 
-            self._replaced[original] = flex_attention
-        return self._replaced
+        return flex_attention
+
+
+def _present() -> Mapping[str, Any]:
+    return {ROUTE: sys.modules[_MODULE].flex_attention} if _MODULE in sys.modules else {}
 
 
 def operator() -> Any:

@@ -30,24 +30,17 @@ class FunctionalPatch(Rebinding):
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._replaced: dict[Any, Any] = {}
-        super().__init__(self._functions, _may_change)
+        super().__init__(_present, self._make_stand_in, _may_change)
 
-    def _functions(self) -> Mapping[Any, Any]:
-        if not self._replaced:
-            recorder = self._recorder
-            sdpa, mha = F.scaled_dot_product_attention, F.multi_head_attention_forward
-            self._replaced = {
-                sdpa: self._stand_in("sdpa", sdpa, lambda args, kwargs: describe_sdpa(args, kwargs)),
-                mha: self._stand_in(
-                    "multi_head_attention_forward",
-                    mha,
-                    lambda args, kwargs: describe_mha(args, kwargs, recorder.choose),
-                ),
-                F.softmax: _softmax_of_functional(F.softmax),
-                torch.softmax: _softmax_of_torch(torch.softmax),
-            }
-        return self._replaced
+    def _make_stand_in(self, key: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        recorder = self._recorder
+        if key == "F.softmax":
+            return _softmax_of_functional(original)
+        if key == "torch.softmax":
+            return _softmax_of_torch(original)
+        if key == "sdpa":
+            return self._stand_in(key, original, lambda args, kwargs: describe_sdpa(args, kwargs))
+        return self._stand_in(key, original, lambda args, kwargs: describe_mha(args, kwargs, recorder.choose))
 
     def _stand_in(
         self, route: str, original: Callable[..., Any], describe: Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
@@ -59,6 +52,15 @@ class FunctionalPatch(Rebinding):
             return recorder.call_through(route, original, args, kwargs, lambda: describe(args, kwargs))
 
         return stand_in
+
+
+def _present() -> Mapping[str, Any]:
+    return {
+        "sdpa": F.scaled_dot_product_attention,
+        "multi_head_attention_forward": F.multi_head_attention_forward,
+        "F.softmax": F.softmax,
+        "torch.softmax": torch.softmax,
+    }
 
 
 # The two do what the originals do. Those would tell the mode of the function that their module holds now, or, called

@@ -1,5 +1,9 @@
+import sys
+import types
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -8,3 +12,13 @@ def one_thread():
     torch.set_num_threads(1)  # tiny tensors: more threads only get in each other's way
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_replaced():
+    """Whatever a test does, torch's functions are its own again afterwards."""
+    yield
+    module = sys.modules.get("torch.nn.attention.flex_attention")
+    for function in (F.multi_head_attention_forward, F.softmax, getattr(module, "flex_attention", F.softmax)):
+        assert "attnmon" not in function.__code__.co_filename, f"{function.__name__} is still replaced"
+    assert isinstance(F.scaled_dot_product_attention, types.BuiltinFunctionType)
