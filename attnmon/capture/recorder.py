@@ -144,7 +144,8 @@ class Recorder:
         self._suppressed = 0  # depth of functions whose inner torch calls are not calls of their own
         self._was_traced = False
         self._modes_below = 0
-        self._traced_mode_depth = 0  # depth of the trail at which the mode was entered while a graph is traced
+        # who entered the mode while a graph is traced; not a number, which dynamic shapes would take for an input
+        self._mode_holder: _Frame | None = None
         self._wide = True
         self._careful = False
         self._saw_nothing = False  # a measured step
@@ -267,8 +268,8 @@ class Recorder:
                 hidden = _hidden_of(args, kwargs) if self._with_hidden else None
                 frame = self._frame(self._trail, index, hidden, args, kwargs)
                 self._trail.append(frame)
-                if self._sites[index].expected and self._traced_mode_depth == 0 and self._mode_level is None:
-                    self._traced_mode_depth = len(self._trail)
+                if self._sites[index].expected and self._mode_holder is None and self._mode_level is None:
+                    self._mode_holder = frame
                     self._modes_below = torch._C._len_torch_function_stack()
                     self._mode.__enter__()  # type: ignore[no-untyped-call]
             return
@@ -287,8 +288,8 @@ class Recorder:
         """A watched module's forward has ended."""
         if torch.compiler.is_compiling():
             if self._trail and not torch.compiler.is_exporting():
-                if self._traced_mode_depth == len(self._trail):
-                    self._traced_mode_depth = 0
+                if self._trail[-1] is self._mode_holder:
+                    self._mode_holder = None
                     # the compiler loses the mode where it traces flex attention
                     if torch._C._len_torch_function_stack() > self._modes_below:
                         self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
