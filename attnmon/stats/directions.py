@@ -66,6 +66,20 @@ def direction_table(device: torch.device | str = "cpu") -> Tensor:
     return _table_on(device)
 
 
+def direction_windows(start: Tensor, length: int) -> Tensor:
+    """``length`` entries of the table from ``start`` (int64, any shape, taken modulo TABLE_SIZE) on: [..., length]."""
+    table = _repeated_table(start.device, 1 + -(-length // TABLE_SIZE))
+    # rows of an overlapping view, so that nothing but the result is written
+    windows = table.as_strided((TABLE_SIZE, length), (1, 1))
+    return windows[(start % TABLE_SIZE).flatten()].view(*start.shape, length)
+
+
+@cache
+def _repeated_table(device: torch.device, times: int) -> Tensor:
+    with torch.inference_mode(False):
+        return direction_table(device).repeat(times)
+
+
 @cache
 def _table_on(device: torch.device) -> Tensor:
     # A monitored forward may run under inference_mode; the cached table has to outlive it.

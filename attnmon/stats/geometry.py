@@ -13,7 +13,9 @@ import math
 import torch
 from torch import Tensor
 
-from attnmon.stats.products import gather_vectors, scores
+from attnmon.stats.products import gather_vectors, lengths_of, scores, weighted_vectors
+from attnmon.stats.scratch import scratch
+from attnmon.stats.selection import leading
 
 _CANCELS = 1e-2  # of min D'^2 / |s'|^2; float32 then still leaves D' five digits
 _EXACT_ELEMENTS = 1 << 22  # of [rows, Lk, E] differences at a time
@@ -39,7 +41,7 @@ def selection_geometry(
         tokens: [S, G, Lk, E]; G divides H (or is 1).
         inverse_length: [S, G, Lk]; x = inverse_length * tokens; None: x = tokens.
         tail: [S, H, R, Lk] e of keys beyond the K largest, 0 at those and at masked keys.
-        e_top, index: [S, H, R, K] the K largest e and their keys (int64); the first N are the selection.
+        e_top, index: [K, S, H, R] the K largest e, and [S, H, R, K] their keys (int64); the first N are the selection.
         weight, visible: visibility as float and bool, broadcastable to [S, H, R, Lk]; None = all.
         n: visible keys, broadcastable to [S, H, R].
         total: Z, [S, H, R].
@@ -52,83 +54,91 @@ def selection_geometry(
         NaN where a visible key's x is not finite.
     """
     num_s, num_h, num_r, length = tail.shape
-    groups, width = tokens.shape[1], tokens.shape[3]
-    if index.shape[-1] <= top_n:  # no row can have n > N
+    few = index.shape[-1]
+    if few <= top_n:  # no row can have n > N
         return torch.ones_like(total), torch.zeros_like(total)
-    broken = None
+    group = num_h // tokens.shape[1]
+
+    def of_heads(numbers: Tensor) -> Tensor:
+        """[S, G, Lk] -> [S, H, 1, Lk]."""
+        return (numbers if group == 1 else numbers.repeat_interleave(group, 1))[:, :, None]
+
+    def of_largest(numbers: Tensor) -> Tensor:
+        """[S, H, R or 1, Lk] -> [K, S, H, R]."""
+        return leading(numbers.expand(-1, -1, num_r, -1).gather(-1, index))
+
+    bad_key = None
     if masked_search:
-        bad_key = ~torch.linalg.vector_norm(tokens, dim=-1).isfinite()  # [S, G, Lk]
+        bad_key = ~lengths_of(tokens).isfinite()
         tokens = tokens.masked_fill(bad_key[..., None], 0.0)
         if inverse_length is not None:
             inverse_length = inverse_length.nan_to_num(0.0, 0.0, 0.0)
-        bad_row = bad_key.repeat_interleave(num_h // groups, 1)[:, :, None]
-        broken = (bad_row if visible is None else bad_row & visible).any(-1)
-
-    group = num_h // groups
-    factor = e_top
-    if inverse_length is not None:
-        lengths = inverse_length.repeat_interleave(group, 1)[:, :, None].expand(-1, -1, num_r, -1)
-        factor = factor * lengths.gather(-1, index)
-    # s' = sum of e x over the selection
-    chosen = gather_vectors(tokens, index if masked_search else index[..., :top_n], group)  # [S, H, R, N or K, E]
-    s = (factor[..., None, :top_n] @ chosen[..., :top_n, :]).squeeze(-2)
-    s_square = s.square().sum(-1)
-
-    product = scores((s * -2.0).view(num_s, groups, -1, width), tokens)
-    product = product.view(num_s, num_h, num_r, length)  # -2 s'.tokens
+    # x = factor * tokens and |x|^2 = square, each [S, H, 1, Lk], or None for 1
+    factor = square = None
     if inverse_length is None:
-        squares = torch.linalg.vector_norm(tokens, dim=-1).square().repeat_interleave(group, 1)[:, :, None]
-        pull = product.addcmul_(tail, squares) if masked_search else torch.addcmul(product, tail, squares)
-    elif masked_search or bool((inverse_length == 0).any()):  # zero vectors: |x|^2 is 0 and not 1
-        squares = (inverse_length > 0).to(tail.dtype).repeat_interleave(group, 1)[:, :, None]
-        product = product.mul_(lengths)
-        pull = torch.addcmul(product, tail, squares)
+        square = of_heads(lengths_of(tokens).square())
     else:
-        squares = None
-        product = product.mul_(lengths)  # -2 s'.x
-        pull = tail + product
-    excess = pull.mul_(tail)  # 0 at the K largest and at masked keys
+        factor = of_heads(inverse_length)
+        if masked_search or float(inverse_length.amin()) == 0.0:  # zero vectors
+            square = (factor > 0).to(tail.dtype)
+
+    # s' = sum of e x over the selection
+    factor_top = None if factor is None else of_largest(factor)
+    weights_top = e_top if factor_top is None else e_top * factor_top
+    selected_weights = weights_top[:top_n].movedim(0, -1)
+    s = weighted_vectors(tokens, index[..., :top_n], selected_weights, group)  # [S, H, R, E]
+    s_square = torch.linalg.vector_norm(s, dim=-1).square()
+
+    product = scratch("work", tail.shape, tail)
+    twice = (s * -2.0).view(num_s, num_h // group, group * num_r, -1)
+    scores(twice, tokens, out=product.view(*twice.shape[:3], length))  # -2 s'.tokens
+    if factor is not None:
+        product *= factor  # -2 s'.x
+    # excess D'^2 - |s'|^2 and D' of the K largest, [K, S, H, R]
     if masked_search:
         # no row can be looked at again later: subtract vector by vector at once
-        weighted = chosen.mul_(factor[..., None])
+        weighted = gather_vectors(tokens, index, group).mul_(weights_top.movedim(0, -1)[..., None])
         from_s = weighted - s[..., None, :]
-        near = torch.linalg.vector_norm(from_s, dim=-1)  # D' of the K largest
-        near_excess = (weighted * from_s.sub_(s[..., None, :])).sum(-1)
+        near = leading(torch.linalg.vector_norm(from_s, dim=-1))
+        near_excess = leading((weighted * from_s.sub_(s[..., None, :])).sum(-1))
     else:
-        near_square = e_top if squares is None else e_top * squares.expand_as(tail).gather(-1, index)
-        near_excess = (near_square + product.gather(-1, index)) * e_top
-        near = (near_excess + s_square[..., None]).clamp_(min=0.0).sqrt_()
+        near_excess = of_largest(product)
+        near_excess = near_excess.add_(e_top) if square is None else near_excess.addcmul_(e_top, of_largest(square))
+        near_excess *= e_top
+        near = (near_excess + s_square).clamp_(min=0.0).sqrt_()
+    pull = product.add_(tail) if square is None else product.addcmul_(tail, square)
+    excess = pull.mul_(tail)  # 0 at the K largest and at masked keys
 
-    ranks = torch.arange(index.shape[-1], device=index.device)
-    outside_near = ((ranks >= top_n) & (ranks < n[..., None])).expand_as(near)
-    radius = torch.where(outside_near, near_excess, math.inf).amin(-1)  # as an excess
-    has_tail = n > index.shape[-1]
+    has_tail = n > few
     if masked_search:
-        radius = torch.where(has_tail, radius.minimum(_least(excess, index, visible)), radius)
+        least = _least(excess, index, visible)
     else:
         least = excess.amin(-1)
-        radius = torch.where(has_tail, radius.minimum(least), radius)
         # 0 is the least only if every outsider has a positive excess: then the zeros stood in its way
         hidden = has_tail & (least >= 0.0)
         if hidden.any():
             of_rows = None if visible is None else visible.expand_as(excess)[hidden]
-            found = _least(excess[hidden], index[hidden], of_rows)
-            radius[hidden] = torch.where(outside_near, near_excess, math.inf).amin(-1)[hidden].minimum(found)
-    inside = (near_excess[..., :top_n] < radius[..., None]).sum(-1, dtype=tail.dtype)
-
-    far = (excess + s_square[..., None]).clamp_(min=0.0).sqrt_()
+            least[hidden] = _least(excess[hidden], index[hidden], of_rows)
+    far = excess.add_(s_square[..., None]).clamp_(min=0.0).sqrt_()
     if weight is not None:
         far *= weight
-    # the K largest sit in this sum with e = 0, each as exactly |s'|
-    in_sum = n.clamp(max=index.shape[-1])
-    distance = far.sum(-1) - in_sum * s_square.sqrt() + torch.where(outside_near, near, 0.0).sum(-1)
+
+    ranks = torch.arange(top_n, few, device=tail.device)[:, None, None, None]
+    outside = ranks < n  # those of the K largest that are not selected
+    radius = torch.where(outside, near_excess[top_n:], math.inf).amin(0)  # as an excess
+    radius = torch.where(has_tail, radius.minimum(least), radius)
+    inside = (near_excess[:top_n] < radius).sum(0, dtype=tail.dtype)
+    # the K largest sit in the sum of all with e = 0, each as exactly |s'|
+    distance = far.sum(-1) - n.clamp(max=few) * s_square.sqrt() + (near[top_n:] * outside).sum(0)
     if not masked_search:
-        cancels = (n > top_n) & (radius + s_square < _CANCELS * s_square)
+        cancels = (n > top_n) & (radius < (_CANCELS - 1.0) * s_square)
         if cancels.any():
-            _recompute(cancels, tokens, inverse_length, tail, e_top, index, visible, s, inside, distance, top_n)
-    distance = torch.where(n > top_n, distance, 0.0).clamp(min=0.0)
+            _recompute(cancels, tokens, factor, tail, e_top, index, visible, s, inside, distance, top_n)
+    distance = torch.where(n > top_n, distance, 0.0).clamp_(min=0.0)
     separability = torch.ones_like(inside) if top_n == 1 else inside / top_n
-    if broken is not None:
+    if bad_key is not None:
+        seen = of_heads(bad_key)
+        broken = (seen if visible is None else seen & visible).any(-1)
         separability = torch.where(broken, math.nan, separability)
         distance = torch.where(broken, math.nan, distance)
     return separability, distance / total
@@ -145,7 +155,7 @@ def _least(excess: Tensor, index: Tensor, visible: Tensor | None) -> Tensor:
 def _recompute(
     rows: Tensor,
     tokens: Tensor,
-    inverse_length: Tensor | None,
+    factor: Tensor | None,
     tail: Tensor,
     e_top: Tensor,
     index: Tensor,
@@ -160,11 +170,11 @@ def _recompute(
     block = max(1, _EXACT_ELEMENTS // (tail.shape[-1] * tokens.shape[-1]))
     for chunk in rows.nonzero().split(block):
         at = chunk.unbind(-1)
-        factor = tail[at].scatter_(-1, index[at], e_top[at])
-        if inverse_length is not None:
-            factor *= inverse_length[at[0], at[1] // group]
+        weights = tail[at].scatter_(-1, index[at], e_top.movedim(0, -1)[at])
+        if factor is not None:
+            weights *= factor[at[0], at[1], 0]
         x = tokens[at[0], at[1] // group]  # [rows, Lk, E]
-        gaps = torch.linalg.vector_norm(x * factor[..., None] - s[at][:, None], dim=-1)
+        gaps = torch.linalg.vector_norm(x * weights[..., None] - s[at][:, None], dim=-1)
         selected = index[at][:, :top_n]
         outside = torch.ones_like(gaps, dtype=torch.bool)
         if visible is not None:

@@ -13,8 +13,8 @@ def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(tensor.shape, dtype=dtype, device=tensor.device).copy_(tensor)
 
 
-def scores(rows: Tensor, vectors: Tensor) -> Tensor:
-    """rows @ vectors^T: [S, G, R, E], [S, G, K, E] -> [S, G, R, K].
+def scores(rows: Tensor, vectors: Tensor, out: Tensor) -> Tensor:
+    """rows @ vectors^T: [S, G, R, E], [S, G, K, E] -> [S, G, R, K], written to ``out``.
 
     Keys as models lay them out, [B, L, H, D] seen as [B, H, L, D], have axes that a batched product cannot fold into
     one, so ``matmul`` would copy them all; one product a sequence reads them in place.
@@ -22,11 +22,10 @@ def scores(rows: Tensor, vectors: Tensor) -> Tensor:
     num_s, num_g = vectors.shape[:2]
     foldable = num_s == 1 or vectors.stride(0) == num_g * vectors.stride(1)
     if foldable or vectors.device.type != "cpu":
-        return rows @ vectors.transpose(-1, -2)
-    result = rows.new_empty(*rows.shape[:-1], vectors.shape[2])
+        return torch.matmul(rows, vectors.transpose(-1, -2), out=out)
     for s in range(num_s):
-        torch.bmm(rows[s], vectors[s].transpose(-1, -2), out=result[s])
-    return result
+        torch.bmm(rows[s], vectors[s].transpose(-1, -2), out=out[s])
+    return out
 
 
 def gather_vectors(vectors: Tensor, index: Tensor, group: int) -> Tensor:
@@ -39,6 +38,28 @@ def gather_vectors(vectors: Tensor, index: Tensor, group: int) -> Tensor:
     Returns:
         [S, H, R, N, E].
     """
+    table, rows = _as_table(vectors, index, group)
+    return table.index_select(0, rows.flatten()).view(*index.shape, vectors.shape[3])
+
+
+def weighted_vectors(vectors: Tensor, index: Tensor, factor: Tensor, group: int) -> Tensor:
+    """Sum over N of ``factor`` [S, H, R, N] times the indexed vectors (see ``gather_vectors``): [S, H, R, E]."""
+    table, rows = _as_table(vectors, index, group)
+    flat = torch.nn.functional.embedding_bag(
+        rows.flatten(0, 2), table, per_sample_weights=factor.flatten(0, 2), mode="sum"
+    )
+    return flat.view(*index.shape[:3], vectors.shape[3])
+
+
+def lengths_of(vectors: Tensor) -> Tensor:
+    """Euclidean norms over the last axis of [S, G, K, E], read in the order in which they lie in memory."""
+    apart = vectors.stride(1) < vectors.stride(2)
+    length: Tensor = torch.linalg.vector_norm(vectors.transpose(1, 2) if apart else vectors, dim=-1)
+    return length.transpose(1, 2) if apart else length
+
+
+def _as_table(vectors: Tensor, index: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """All vectors as rows of one [rows, E] table, without a copy where strides allow, and the indexed rows."""
     num_s, num_g, length, width = vectors.shape
     steps = vectors.stride()[:3]
     if vectors.stride(3) != 1 or any(step % width for step in steps):
@@ -50,5 +71,4 @@ def gather_vectors(vectors: Tensor, index: Tensor, group: int) -> Tensor:
     table = vectors.as_strided((num_rows, width), (width, 1))
     head_group = torch.arange(index.shape[1], device=index.device) // group
     base = torch.arange(num_s, device=index.device)[:, None] * by_s + head_group * by_g  # [S, H]
-    rows = base[:, :, None, None] + index * by_k
-    return table.index_select(0, rows.flatten()).view(*index.shape, width)
+    return table, base[:, :, None, None] + index * by_k

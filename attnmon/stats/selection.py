@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnmon.stats.scratch import scratch
+
 _CHUNKS = (32, 16, 8, 4)  # keys per chunk that the two-level search on a CPU may use
 
 
@@ -37,6 +39,11 @@ def largest(values: Tensor, count: int, tie_rank: int, floor: float) -> tuple[Te
     return top, index
 
 
+def leading(of_largest: Tensor) -> Tensor:
+    """[S, H, R, K] as [K, S, H, R], contiguous: operations on a few numbers a row run along the rows then."""
+    return of_largest.movedim(-1, 0).contiguous()
+
+
 def chunk_size(length: int, count: int) -> int:
     """Keys per chunk of the two-level search: 1 where one search over all keys is cheaper.
 
@@ -56,9 +63,10 @@ def _largest_cpu(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     chunks = length // chunk
     # the count largest lie in the count chunks with the largest maxima; chunk c holds keys c, c + chunks, ...
     by_chunk = values.view(*values.shape[:-1], chunk, chunks)
-    best = by_chunk.amax(-2).topk(count, dim=-1, sorted=False).indices
+    maxima = torch.amax(by_chunk, -2, out=scratch("work", (*values.shape[:-1], chunks), values))
+    best = maxima.topk(count, dim=-1, sorted=False).indices
     spread = best.unsqueeze(-2).expand(*best.shape[:-1], chunk, count)
-    candidates = by_chunk.gather(-1, spread)
+    candidates = torch.gather(by_chunk, -1, spread, out=scratch("work", spread.shape, values))
     top, place = candidates.flatten(-2).topk(count, dim=-1)
     offset = torch.div(place, count, rounding_mode="floor")
     return top, offset * chunks + best.gather(-1, place - offset * count)

@@ -18,20 +18,21 @@ from torch import Tensor
 
 from attnmon.metrics import METRICS
 from attnmon.mods import score_rows
-from attnmon.stats.directions import TABLE_SIZE, direction_start, direction_table
+from attnmon.stats.directions import direction_start, direction_windows
+from attnmon.stats.finite_step import EXPM1_LIMIT
 from attnmon.stats.packing import Packing
+from attnmon.stats.parts import HIDDEN, RowInputs, RowOutputs, Visible
 from attnmon.stats.plan import Plan, logit_threshold
-from attnmon.stats.products import in_dtype, scores
-from attnmon.stats.rows import EXPM1_LIMIT, HIDDEN, RowInputs, RowOutputs, Visible, row_metrics
+from attnmon.stats.products import in_dtype, lengths_of, scores
+from attnmon.stats.rows import row_metrics
+from attnmon.stats.scratch import scratch
 from attnmon.stats.settings import Settings
 from attnmon.stats.visibility import mask_threshold, mod_indices, visible_keys
 from attnmon.stats.weights import weight_metrics
 from attnmon.types import AttentionCall
 
-_BLOCK_CPU = 1 << 19  # logits per block: a few such blocks fit a core's second-level cache
+_BLOCK_CPU = 1 << 20  # logits per block: its three buffers are 12 MiB, and its fixed costs one part in three
 _BLOCK_OTHER = 1 << 24
-_ROW_RANGES = 4  # under a causal mask, four ranges of rows with a key range each save 3/8 of the logits
-_KEYS_WORTH_SPLITTING = 256
 _KEY_ALIGNMENT = 16
 
 
@@ -64,15 +65,15 @@ def measure(
     # autocast would run the products below in half precision
     with torch.autocast(device.type, enabled=False):
         for block in reducer.blocks():
-            part = reducer.reduce(block)
-            sums[:, block.heads] += part[: packing.num_sums]
-            maxima[:, block.heads] = torch.maximum(maxima[:, block.heads], part[packing.num_sums :])
+            found, heads = reducer.reduce(block), block.heads
+            sums[:, heads] += found[: packing.num_sums]
+            maxima[:, heads] = torch.maximum(maxima[:, heads], found[packing.num_sums :])
     return result
 
 
 @dataclass(frozen=True)
 class _Block:
-    """A box of rows: sampled sequences x query heads x sampled positions, and the keys any of them can see."""
+    """Sampled sequences x query heads x sampled positions, and the keys any of these rows can see."""
 
     sequences: slice
     heads: slice
@@ -105,7 +106,7 @@ class _Reducer:
         tokens = call.hidden if settings.tokens == "hidden" else call.value
         self.with_geometry = tokens is not None and any(METRICS[name].needs == "value" for name in wanted)
         self.with_fd = "jacobian_fd" in wanted
-        self._boxes: dict[str, tuple[Any, Any]] = {}
+        self._read: dict[str, tuple[Any, Any]] = {}
         self._clean = True  # no vector of the box at hand holds a NaN or an infinity
         self.dtype = torch.float32 if plan.positions.device.type == "mps" else torch.float64
 
@@ -114,39 +115,28 @@ class _Reducer:
         sequences, all_rows = self.plan.positions.shape
         groups = self.call.num_heads // self.group
         elements = _BLOCK_CPU if self.on_cpu else _BLOCK_OTHER
-        ranges = self._row_ranges(all_rows)
-        most_rows = max(last - first for first, last in ranges)
-        # logits of the largest range of rows; keys are read once or twice, logits some thirty times
-        per_group = self.num_keys * max(self.group * most_rows, self.call.head_dim // 4)
+        # keys are read once or twice, logits some thirty times
+        per_group = self.num_keys * max(self.group * all_rows, self.call.head_dim // 4)
         step_groups = min(groups, max(1, elements // per_group))
         step_sequences = min(sequences, max(1, elements // (per_group * groups))) if step_groups == groups else 1
+        step_rows = max(1, elements // (self.num_keys * self.group * step_groups * step_sequences))
         for s in range(0, sequences, step_sequences):
             for g in range(0, groups, step_groups):
                 box = slice(s, min(s + step_sequences, sequences))
                 heads = slice(g * self.group, min(g + step_groups, groups) * self.group)
-                for first, last in ranges:
-                    keys = self._keys_of(first, last)
-                    step_rows = max(
-                        1, elements // ((keys.stop - keys.start) * self.group * step_groups * step_sequences)
-                    )
-                    for r in range(first, last, step_rows):
-                        stop = min(r + step_rows, last)
-                        yield _Block(
-                            box, heads, slice(r, stop), keys if step_rows >= last - first else self._keys_of(r, stop)
-                        )
+                for r in range(0, all_rows, step_rows):
+                    stop = min(r + step_rows, all_rows)
+                    yield _Block(box, heads, slice(r, stop), self._keys_of(r, stop))
 
-    def _row_ranges(self, rows: int) -> list[tuple[int, int]]:
-        """Rows of few visible keys apart from those of many, where the host knows positions without waiting."""
-        limited = self.call.is_causal or self.call.window is not None
-        if not (self.on_cpu and limited and self.call.logits is None) or self.num_keys < _KEYS_WORTH_SPLITTING:
-            return [(0, rows)]
-        step = max(1, -(-rows // _ROW_RANGES))
-        return [(first, min(first + step, rows)) for first in range(0, rows, step)]
+    @property
+    def _keys_known(self) -> bool:
+        """Whether rows may be told fewer keys than all: not where logits decide what is visible, or are used whole."""
+        return self.call.logits is None and self.call.score_mod is None and self._moves_by_expm1
 
     def _keys_of(self, first: int, last: int) -> slice:
         """Keys that rows first ... last - 1 of any sequence can see at most."""
         low, high = 0, self.num_keys
-        if self.on_cpu and self.call.logits is None:
+        if self.on_cpu and self._keys_known:
             positions = self.plan.positions[:, first:last] + self.call.causal_offset
             left, right = self.call.window or (None, None)
             if self.call.is_causal:
@@ -180,7 +170,7 @@ class _Reducer:
     def _visible(self, block: _Block, positions: Tensor) -> Visible | None:
         """Which keys the block's rows see; computed once for all layers that share the plan."""
         per_head = self._mask_differs_by_head
-        key = ("visible", *block.key)
+        key = ("visible", self.compute, *block.key)
         if per_head or key not in self.plan.shared:
             visible, bias = visible_keys(self.call, self._chosen(block), positions, block.heads, block.keys)
             found = (
@@ -200,12 +190,15 @@ class _Reducer:
         assert call.query is not None
         assert call.key is not None
         query = self._of_sequences(call.query, block)[:, block.heads]
-        query = query.gather(2, index.expand(-1, query.shape[1], -1, query.shape[3])).to(self.compute) * call.scale
+        index = index.expand(-1, query.shape[1], -1, query.shape[3])
+        query = torch.gather(query, 2, index, out=scratch("query", index.shape, query)).to(self.compute)
+        query *= call.scale
         keys = self._box("key", call.key, block)[:, :, block.keys]
         num_s, num_g, _, dim = keys.shape
         num_rows = positions.shape[1]
-        product = scores(query.view(num_s, num_g, self.group * num_rows, dim), keys)
-        return product.view(num_s, num_g * self.group, num_rows, block.num_keys)
+        query = query.view(num_s, num_g, self.group * num_rows, dim)
+        out = scratch("logits", (*query.shape[:3], block.num_keys), query)
+        return scores(query, keys, out).view(num_s, num_g * self.group, num_rows, block.num_keys)
 
     def _given_rows(self, tensor: Tensor, block: _Block, positions: Tensor) -> Tensor:
         """The block's rows of logits or weights [B, H, Lq, Lk] that the call came with (or of sampled ones)."""
@@ -214,6 +207,15 @@ class _Reducer:
         rows = self._of_sequences(tensor, block)[:, block.heads]
         index = positions[:, None, :, None]
         return rows.gather(2, index.expand(-1, rows.shape[1], -1, rows.shape[3])).to(self.compute)
+
+    def _given_logits(self, logits: Tensor, block: _Block, positions: Tensor) -> tuple[Tensor, Visible | None]:
+        z = self._given_rows(logits, block, positions)
+        mask = ~(z <= logit_threshold(logits.dtype))
+        # masked entries are anything from -1e9 to -inf; NaN stays, to be counted
+        z = z.clamp_(min=HIDDEN)
+        if self.on_cpu and bool(mask.all()):
+            return z, None
+        return z, Visible.of(mask, None, self.num_keys, self.compute)
 
     def _modified(
         self, block: _Block, positions: Tensor, z: Tensor, visible: Visible | None
@@ -238,10 +240,10 @@ class _Reducer:
     def _box(self, name: str, tensor: Tensor, block: _Block) -> Tensor:
         """A box of keys or values, all positions, in the arithmetic's dtype; kept for its other rows."""
         key = (name, block.sequences.start, block.heads.start)
-        if self._boxes.get(name, (None, None))[0] != key:
+        if self._read.get(name, (None, None))[0] != key:
             part = self._of_sequences(tensor, block)
-            self._boxes[name] = (key, in_dtype(part[:, self._groups(block)], self.compute))
-        box: Tensor = self._boxes[name][1]
+            self._read[name] = (key, in_dtype(part[:, self._groups(block)], self.compute))
+        box: Tensor = self._read[name][1]
         return box
 
     def _tokens(self, block: _Block) -> tuple[Tensor | None, Tensor | None]:
@@ -258,32 +260,32 @@ class _Reducer:
             assert self.call.value is not None
             name, vectors = "value", self._box("value", self.call.value, block)
         key = (name, block.sequences.start, block.heads.start)
-        if self._boxes.get("length", (None, None))[0] != key:
-            length = torch.linalg.vector_norm(vectors, dim=-1)
-            # a zero vector stays zero
-            inverse = torch.where(length > 0, 1.0 / length, 0.0)
-            self._boxes["length"] = (key, torch.where(length.isfinite(), inverse, math.nan))
-            self._clean = not self.on_cpu or bool(length.isfinite().all())
+        if self._read.get("length", (None, None))[0] != key:
+            length = lengths_of(vectors)
+            inverse = length.reciprocal()
+            # of a length that is 0, infinite or NaN this product is NaN
+            self._clean = self.on_cpu and math.isfinite(float((length * inverse).sum()))
+            if not self._clean:
+                inverse = torch.where(length > 0, inverse, 0.0)  # a zero vector stays zero
+                inverse = torch.where(length.isfinite(), inverse, math.nan)
+                self._clean = not self.on_cpu or bool(length.isfinite().all())
+            self._read["length"] = (key, inverse)
         if self.settings.tokens == "value_raw":
             return vectors[:, :, block.keys], None
-        return vectors[:, :, block.keys], self._boxes["length"][1][:, :, block.keys]
+        return vectors[:, :, block.keys], self._read["length"][1][:, :, block.keys]
 
     def _perturbation(self, block: _Block, positions: Tensor, visible: Visible | None) -> Tensor:
-        """a = eps v / tau, or expm1(a): [S, 1 or H, R, Lk] float32, v of unit length over the visible keys."""
+        """a = eps v / tau, or expm1(a): [S, 1 or H, R, K] float32, v of unit length over the visible keys."""
         shared = self.plan.shared
-        key = ("perturbation", self.call.tau, self.settings.fd_epsilon, *block.key)
-        sharable = self.call.logits is None and not self._mask_differs_by_head and self.call.score_mod is None
+        key = ("perturbation", self.call.tau, self.settings.fd_epsilon, self.compute, *block.key)
+        sharable = self._keys_known and not self._mask_differs_by_head
         if sharable and key in shared:
             return shared[key]  # type: ignore[no-any-return]
         first: Tensor | int = 0
         if self.plan.first_key is not None:
             first = self.plan.first_key[block.sequences, block.rows]
-        start = (direction_start(positions - first) - first + block.keys.start) % TABLE_SIZE
-        table = direction_table(positions.device)
-        # a row's direction is a window of the (repeated) table: gathered as rows of an overlapping view
-        repeats = 1 + (block.num_keys + TABLE_SIZE - 1) // TABLE_SIZE
-        windows = table.repeat(repeats).as_strided((TABLE_SIZE, block.num_keys), (1, 1))
-        direction = windows[start.flatten()].view(start.shape[0], 1, start.shape[1], block.num_keys).to(self.compute)
+        start = direction_start(positions - first) - first + block.keys.start
+        direction = direction_windows(start, block.num_keys)[:, None].to(self.compute)
         seen = direction if visible is None or visible.weight is None else direction * visible.weight
         norm = torch.linalg.vector_norm(seen, dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
         step = self.settings.fd_epsilon / self.call.tau
@@ -301,23 +303,19 @@ class _Reducer:
         rows that do not see them; on a CPU it is chosen only when something turns out not to be finite.
         """
         positions = self.plan.positions[block.sequences, block.rows]
-        z = self._logits(block, positions)
         if self.call.logits is not None:
-            mask = ~(z <= logit_threshold(self.call.logits.dtype))
-            visible = None if self.on_cpu and bool(mask.all()) else Visible.of(mask, None, self.num_keys, self.compute)
-            # masked entries are anything from -1e9 to -inf; NaN stays, to be counted
-            z = z.clamp_(min=HIDDEN)
+            z, visible = self._given_logits(self.call.logits, block, positions)
         else:
-            visible = self._visible(block, positions)
+            z, visible = self._logits(block, positions), self._visible(block, positions)
             if self.call.score_mod is not None:
                 z, visible = self._modified(block, positions, z, visible)
+        tokens, unit = self._tokens(block)
+        robust = robust or not self._clean
         first_key = self.plan.first_key
         if first_key is not None:
             first_key = first_key[block.sequences, block.rows] - block.keys.start
         elif block.keys.start:
             first_key = torch.full_like(positions, -block.keys.start)
-        tokens, unit = self._tokens(block)
-        robust = robust or not self._clean
         inputs = RowInputs(
             z=z,
             visible=visible,
@@ -340,9 +338,9 @@ class _Reducer:
         if self.on_cpu and not inputs.robust and not bool(rows.finite.all()):
             return self.reduce(block, robust=True)
         live = self.plan.live
-        return self._pack(
-            rows.values, rows.finite, rows.num_keys, None if live is None else live[block.sequences, None, block.rows]
-        )
+        if live is not None:
+            live = live[block.sequences, None, block.rows]
+        return self._pack(rows.values, rows.finite, rows.num_keys, live)
 
     @property
     def _moves_by_expm1(self) -> bool:

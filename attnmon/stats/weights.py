@@ -15,8 +15,8 @@ from torch import Tensor
 
 from attnmon.stats.geometry import selection_geometry
 from attnmon.stats.jacobian import EIGENVALUE_CANDIDATES, scaled_eigenvalue
-from attnmon.stats.rows import HIDDEN, RowInputs, RowOutputs
-from attnmon.stats.selection import largest
+from attnmon.stats.parts import HIDDEN, RowInputs, RowOutputs
+from attnmon.stats.selection import largest, leading
 
 _BELOW = 1e6  # how far a masked key lies below the largest logit, where the normaliser is called again
 _LEAST_EXPONENT = -36.0
@@ -35,10 +35,7 @@ def weight_metrics(
         alpha: of the normaliser; a number, or broadcastable to [S, H, R, Lk].
         normaliser: (logits, alpha) -> weights over the last axis, for ``jacobian_fd``; or None.
     """
-    visible = inputs.visible
-    mask = None if visible is None else visible.mask
-    count = inputs.z.shape[-1] if visible is None else visible.count
-    n = count if isinstance(count, Tensor) else weights.new_full((1, 1, 1), float(count))
+    mask, n = inputs.mask, inputs.num_keys
     z, p = inputs.z, weights
     if mask is not None:
         z, p = torch.where(mask, z, HIDDEN), torch.where(mask, p, 0.0)
@@ -78,9 +75,9 @@ def weight_metrics(
             tokens=inputs.tokens,
             inverse_length=inputs.inverse_length,
             tail=p.scatter(-1, index, 0.0),
-            e_top=p_top,
+            e_top=leading(p_top),
             index=index,
-            weight=None if visible is None else visible.weight,
+            weight=inputs.weight,
             visible=mask,
             n=n,
             total=torch.ones_like(top),
@@ -107,7 +104,9 @@ def largest_sensitivity(p: Tensor, alpha: float | Tensor) -> Tensor:
     e_top = e.gather(-1, index)
     tail = e.scatter_(-1, index, 0.0)
     square = torch.linalg.vector_norm(tail, dim=-1).square()
-    return torch.exp(top) * scaled_eigenvalue(e_top, d_top, tail, tail.sum(-1), square, None)
+    # the eigenvalue wants the few largest first: [K, ...]
+    few_first = (e_top.movedim(-1, 0), d_top.movedim(-1, 0))
+    return torch.exp(top) * scaled_eigenvalue(*few_first, tail, tail.sum(-1), square, None)
 
 
 def _first_mass(p: Tensor, first_key: Tensor | None) -> Tensor:

@@ -21,9 +21,9 @@ from attnmon.calls import make_call
 from attnmon.metrics import METRICS
 from attnmon.stats import attention_stats, reference
 from attnmon.stats.api import measure
+from attnmon.stats.finite_step import EXPM1_LIMIT
 from attnmon.stats.packing import Packing
 from attnmon.stats.plan import make_plan
-from attnmon.stats.rows import EXPM1_LIMIT
 from attnmon.stats.settings import Settings
 from attnmon.types import EXCLUSION_REASONS, AttentionCall
 from tests.helpers import call_id

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attnmon.stats import attention_stats, reference, rows, selection, streaming
-from attnmon.stats.rows import EXPM1_LIMIT
+from attnmon.stats.finite_step import EXPM1_LIMIT
 from attnmon.types import AttentionCall
 from tests.helpers import MASK_KINDS, assert_stats_close, call_id, draw_call
 from tests.stats.oracle import as_call, assert_expected, check, counts_of, expect, packed, training_stats
