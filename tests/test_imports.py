@@ -31,6 +31,7 @@ LEVELS = {
     "cli": 4,
     "demo": 4,
     "doctor": 4,
+    "theory": 4,
     "__init__": 5,
 }
 APART = {1, 3}  # parts of these levels never import one another
@@ -43,6 +44,8 @@ OPTIONAL = {
     "PIL": {"attnmon.writers.heatmap"},
     "transformers": {"attnmon.huggingface", "attnmon.demo", "attnmon.capture.registry"},
     "triton": {"attnmon.stats.triton_kernel"},
+    "scipy": {"attnmon.theory.critical"},
+    "entmax": {"attnmon.theory.normalizers"},
 }
 CORE = {"torch", "numpy", "attnmon"}
 
