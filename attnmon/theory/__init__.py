@@ -5,7 +5,7 @@ its statement is true, empirical or false as printed; ``attnmon.theory.audit`` l
 """
 
 from attnmon.theory.bounds import entropy_bounds, weight_bounds
-from attnmon.theory.critical import CriticalN, critical_n, two_sample_test
+from attnmon.theory.critical import critical_n, critical_ns, ks_test
 from attnmon.theory.expectation import (
     expected_distance,
     expected_distance_limit,
@@ -30,10 +30,10 @@ from attnmon.theory.jacobian import (
 from attnmon.theory.separation import Separation, separability
 
 __all__ = [
-    "CriticalN",
     "HeadGeometry",
     "Separation",
     "critical_n",
+    "critical_ns",
     "distance",
     "distance_bound",
     "eigenvalue_estimates",
@@ -48,6 +48,7 @@ __all__ = [
     "frobenius_norm",
     "head_geometry",
     "infinity_norm",
+    "ks_test",
     "largest_entry",
     "norm_bound",
     "paper_expression",
@@ -55,6 +56,5 @@ __all__ = [
     "separability",
     "spectral_norm",
     "top_n_distance",
-    "two_sample_test",
     "weight_bounds",
 ]

@@ -8,7 +8,6 @@ not reject at the given level. The paper's text says 0.01, its algorithm 0.05; h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,84 +19,74 @@ from attnmon.errors import AttnmonError, MissingExtra
 Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CriticalN:
-    """What the tests of a list of N say; K is the length of the list.
-
-    Attributes:
-        top_n: the list.
-        statistic, p_value: of each test, float64 [..., K].
-        critical: float64 [...]: the first N whose p-value is at least the level; NaN if none.
-        level: of the tests.
-    """
-
-    top_n: tuple[int, ...]
-    statistic: Floats
-    p_value: Floats
-    critical: Floats
-    level: float
-
-    @property
-    def value(self) -> int | None:
-        """The critical N of a single series ([K] tests); None if every test separates."""
-        number = float(self.critical)
-        return None if np.isnan(number) else int(number)
-
-
 def critical_n(
+    top_n: Sequence[int],
     distances: ArrayLike | torch.Tensor,
     expected: ArrayLike | torch.Tensor,
-    top_n: Sequence[int],
     level: float = 0.01,
-) -> CriticalN:
-    """The critical N of one or many series.
+) -> int | None:
+    """The first N at which the test no longer separates the heads' d~ from their E[d~]; None if it always does.
 
     Args:
-        distances: [..., K, S], d~ for each N of the list: S numbers, one per head (its mean over rows).
-        expected: [..., K, S'], E[d~] likewise; S' may differ from S.
         top_n: the K values of N, ascending.
-        level: of each test, in (0, 1).
+        distances: [K, S], d~ for each N: S numbers, one per head (its mean over rows).
+        expected: [K, S'], E[d~] likewise; S' may differ from S.
+        level: of each test, in (0, 1): separated means a p-value below it.
 
     Raises:
         AttnmonError: shapes that do not fit, N not ascending, a level outside (0, 1), numbers that are not finite.
         MissingExtra: SciPy is absent.
     """
-    first, second = _array(distances), _array(expected)
-    numbers = tuple(top_n)
+    first = float(critical_ns(top_n, distances, expected, level))
+    return None if np.isnan(first) else int(first)
+
+
+def critical_ns(
+    top_n: Sequence[int],
+    distances: ArrayLike | torch.Tensor,
+    expected: ArrayLike | torch.Tensor,
+    level: float = 0.01,
+) -> Floats:
+    """``critical_n`` of many series at once: [..., K, S] and [..., K, S'] -> float64 [...], NaN for none."""
+    first, second, numbers = _array(distances), _array(expected), [int(number) for number in top_n]
     if first.ndim < 2 or second.ndim < 2 or first.shape[:-1] != second.shape[:-1] or first.shape[-2] != len(numbers):
         raise AttnmonError(
             f"expected samples [..., {len(numbers)}, heads], one series for each N; "
             f"got {list(first.shape)} and {list(second.shape)}"
         )
-    if not numbers or list(numbers) != sorted(set(numbers)):
-        raise AttnmonError(f"top_n must be ascending and not empty, got {list(numbers)}")
+    if not numbers or numbers != sorted(set(numbers)):
+        raise AttnmonError(f"top_n must be ascending and not empty, got {numbers}")
     if not 0.0 < level < 1.0:
         raise AttnmonError(f"level must lie between 0 and 1, not {level}")
-    statistic, p_value = two_sample_test(first, second)
-    kept = p_value >= level
-    where = kept.argmax(-1)
-    critical = np.where(kept.any(-1), np.asarray(numbers, dtype=np.float64)[where], np.nan)
-    return CriticalN(numbers, statistic, p_value, critical, level)
+    kept = ks_test(first, second)[1] >= level
+    critical = np.asarray(numbers, dtype=np.float64)[kept.argmax(-1)]
+    return np.where(kept.any(-1), critical, np.nan)
 
 
-def two_sample_test(first: Floats, second: Floats) -> tuple[Floats, Floats]:
+def ks_test(first: ArrayLike | torch.Tensor, second: ArrayLike | torch.Tensor) -> tuple[Floats, Floats]:
     """The two-sample Kolmogorov-Smirnov test along the last axis of many pairs of samples.
 
     The statistics of all pairs are computed at once. A p-value depends on the statistic and the two sizes alone, so
     SciPy (``scipy.stats.ks_2samp``, its defaults) is asked once for each distinct statistic, not once for each pair.
 
     Args:
-        first: float64 [..., S].
-        second: float64 [..., S'].
+        first: [..., S].
+        second: [..., S'], the same leading axes.
 
     Returns:
         statistic in [0, 1] and two-sided p-value, float64 [...].
+
+    Raises:
+        AttnmonError: a sample is empty or not finite, or the leading axes differ.
+        MissingExtra: SciPy is absent.
     """
-    shape = first.shape[:-1]
-    sizes = first.shape[-1], second.shape[-1]
-    a, b = first.reshape(-1, sizes[0]), second.reshape(-1, sizes[1])
-    if not (sizes[0] and sizes[1] and np.isfinite(a).all() and np.isfinite(b).all()):
+    a, b = _array(first), _array(second)
+    if a.ndim < 1 or b.ndim < 1 or a.shape[:-1] != b.shape[:-1]:
+        raise AttnmonError(f"the samples' leading axes differ: {list(a.shape)} and {list(b.shape)}")
+    if not (a.shape[-1] and b.shape[-1] and np.isfinite(a).all() and np.isfinite(b).all()):
         raise AttnmonError("both samples of a Kolmogorov-Smirnov test must be finite and not empty")
+    shape, sizes = a.shape[:-1], (a.shape[-1], b.shape[-1])
+    a, b = a.reshape(-1, sizes[0]), b.reshape(-1, sizes[1])
     # in units of 1 / (S S'), so that equal statistics are equal integers
     steps = _largest_gap(a, b)
     distinct, representative, inverse = np.unique(steps, return_index=True, return_inverse=True)

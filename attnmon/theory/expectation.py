@@ -11,7 +11,6 @@ The main term alone is a lower bound; eps can be as large as it at small N, so E
 
 from __future__ import annotations
 
-
 import torch
 from torch import Tensor
 
@@ -129,5 +128,3 @@ def residual_spread(rows: TokenRows) -> Tensor:
 def _share_outside(rows: TokenRows, top_n: int) -> Tensor:
     """(n - N) / n, the chance of a key to be outside; 0 where n <= N."""
     return ((rows.n - top_n) / rows.n.clamp(min=1.0)).clamp(min=0.0)
-
-

@@ -77,9 +77,7 @@ def set_distance(rows: TokenRows, inside: Tensor) -> Tensor:
     return torch.where(outside, lengths, 0.0).sum(-1)
 
 
-def bound_from(
-    rows: TokenRows, top: Tensor, index: Tensor, inside: Tensor, top_n: int, furthest: Tensor
-) -> Tensor:
+def bound_from(rows: TokenRows, top: Tensor, index: Tensor, inside: Tensor, top_n: int, furthest: Tensor) -> Tensor:
     """The right side of Theorem 1(1) from a row's ranking and d1, float64 [...]."""
     mass = top[..., :top_n].sum(-1)
     # the weight outside as a sum of its own: 1 - a cancels in nearly one-hot rows

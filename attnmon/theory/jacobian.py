@@ -1,6 +1,6 @@
-"""The softmax Jacobian in four norms, their sharp bounds, and the finite difference (paper, arXiv 2508.17821, section 4).
+"""The softmax Jacobian in four norms, their sharp bounds, and the finite difference (paper, section 4).
 
-J = (diag p - p p^T) / tau, the derivative of the weights with respect to the standard scaled logits l = tau z, where
+"The paper" is arXiv 2508.17821. J = (diag p - p p^T) / tau, the derivative of the weights with respect to the standard scaled logits l = tau z, where
 tau = 1 for the usual scale 1 / sqrt(d). ``weights`` below are p over the keys, [..., n], hidden keys being 0; with a
 learned sink they sum to less than one and ``sink`` is its weight, [...].
 
@@ -23,28 +23,38 @@ from torch import Tensor
 
 from attnmon.errors import AttnmonError
 from attnmon.stats.directions import TABLE_SIZE, direction_start, direction_table
-from attnmon.stats.jacobian import EIGENVALUE_CANDIDATES, scaled_eigenvalue
+from attnmon.stats.jacobian import EIGENVALUE_CANDIDATES, SecularRoot
 from attnmon.stats.selection import largest
 from attnmon.theory.rows import visible_mask
 
+_REFINEMENTS = 4  # quadratic convergence: from the live solver's float32 accuracy to that of float64
 _OVERFLOWS = 80.0  # of a move of the logits: expm1 of it and its products would leave float32
 
 
 def spectral_norm(weights: Tensor, tau: float = 1.0, sink: Tensor | None = None) -> Tensor:
     """lambda_max(diag p - p p^T) / tau, [...] of the weights' dtype, in [0, 1/(2 tau)].
 
-    The same solver as the live metric ``jacobian``: O(n), without cancellation in nearly one-hot rows.
+    The solver of the live metric ``jacobian``, iterated to float64: O(n), no cancellation in nearly one-hot rows.
     """
     _check_tau(tau)
-    top, index = largest(weights, min(weights.shape[-1], EIGENVALUE_CANDIDATES), 1, 0.0)
-    first = top[..., :1].clamp(min=torch.finfo(weights.dtype).tiny)
-    scaled = (weights / first).clamp(max=1.0)
+    p = weights.double()
+    few = min(p.shape[-1], EIGENVALUE_CANDIDATES)
+    top, index = largest(p, few, few, 0.0)
+    first = top[..., :1].clamp(min=torch.finfo(p.dtype).tiny)
     e_top = (top / first).clamp(max=1.0)
-    tail = scaled.scatter(-1, index, 0.0)
-    square = torch.linalg.vector_norm(tail, dim=-1).square()
-    sink_scaled = None if sink is None else sink / first[..., 0]
-    value = scaled_eigenvalue(e_top, e_top.clamp(min=1e-300).log(), tail, tail.sum(-1), square, sink_scaled)
-    return value * first[..., 0] / tau
+    gap = (first - top) / first
+    if few == 1:
+        e_top, gap = torch.nn.functional.pad(e_top, (0, 1)), torch.nn.functional.pad(gap, (0, 1), value=1.0)
+    tail = (p / first).clamp(max=1.0).scatter(-1, index, 0.0)
+    outcome = None if sink is None else sink.double() / first[..., 0]
+    solver = SecularRoot(e_top, gap, tail.sum(-1), tail.square().sum(-1), outcome)
+    for _ in range(_REFINEMENTS):
+        # just above every other weight, should the root sit on one or all be 0
+        above = (solver.root * (1.0 + torch.finfo(p.dtype).eps) + 1e-300)[..., None]
+        ratio = tail / (above - tail)
+        value = ratio.sum(-1)
+        solver.refine(value, (value + ratio.square().sum(-1)) / above[..., 0])
+    return (solver.root * first[..., 0] / tau).to(weights.dtype)
 
 
 def frobenius_norm(weights: Tensor, tau: float = 1.0, sink: Tensor | None = None) -> Tensor:
@@ -172,7 +182,8 @@ def row_directions(query_positions: Tensor, num_keys: int) -> Tensor:
     """
     table = direction_table(query_positions.device)
     keys = torch.arange(num_keys, device=query_positions.device)
-    return table[(direction_start(query_positions)[..., None] + keys) % TABLE_SIZE]
+    directions: Tensor = table[(direction_start(query_positions)[..., None] + keys) % TABLE_SIZE]
+    return directions
 
 
 def _parts(weights: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -121,7 +121,7 @@ def separation(
 
 
 def _xi(top: Tensor, largest_norm: Tensor, delta_square: Tensor) -> Tensor:
-    """xi_i of the selected keys, [..., N]: M^2 sum p_j^2 + (M^2 - delta^2/2) sum_{j != k} p_j p_k over I_N without i."""
+    """xi_i^2 = M^2 sum p_j^2 + (M^2 - delta^2/2) sum_{j != k} p_j p_k over I_N without i."""
     squares = top.square()
     mass = top.sum(-1, keepdim=True) - top
     square = squares.sum(-1, keepdim=True) - squares
