@@ -42,9 +42,19 @@ OPTIONAL = {
     "pytorch_lightning": {"attnmon.lightning", "attnmon.demo"},
     "tensorboard": {"attnmon.writers.tensorboard"},
     "PIL": {"attnmon.writers.heatmap"},
-    "transformers": {"attnmon.huggingface", "attnmon.demo", "attnmon.capture.registry"},
+    "transformers": {
+        "attnmon.huggingface",
+        "attnmon.demo",
+        "attnmon.capture.registry",
+        "attnmon.theory.paper.model",
+        "attnmon.theory.paper.small_model",
+    },
     "triton": {"attnmon.stats.triton_kernel"},
     "scipy": {"attnmon.theory.critical"},
+    "matplotlib": {"attnmon.theory.paper.figures", "attnmon.theory.paper.report", "attnmon.theory.paper.from_run"},
+    "jinja2": {"attnmon.theory.paper.page"},
+    "rich": {"attnmon.theory.paper.progress"},
+    "pyarrow": {"attnmon.theory.paper.store"},
     "entmax": {"attnmon.theory.normalizers"},
 }
 CORE = {"torch", "numpy", "attnmon"}
@@ -152,7 +162,8 @@ sys.meta_path.insert(0, Block())
 """
 
 OPTIONAL_PACKAGES = (
-    "tensorboard", "PIL", "rich", "lightning", "pytorch_lightning", "transformers", "scipy", "matplotlib", "triton"
+    "tensorboard", "PIL", "rich", "lightning", "pytorch_lightning", "transformers", "scipy", "matplotlib", "triton",
+    "jinja2", "entmax", "pyarrow",
 )  # fmt: skip
 
 
@@ -173,12 +184,12 @@ def test_the_core_needs_no_optional_package():
     assert "watch" in done.stdout
 
 
-@pytest.mark.parametrize("command", [["demo"], ["demo", "--help"], ["--help"]])
+@pytest.mark.parametrize("command", [["demo"], ["demo", "--help"], ["paper"], ["paper", "--help"], ["--help"]])
 def test_the_command_line_without_extras(command):
     done = run_blocked(f"from attnmon.cli import main\nsys.exit(main({command!r}))")
     if "--help" in command:
         assert done.returncode == 0, done.stderr
     else:
         assert done.returncode == 2, done.stderr
-        assert "pip install 'attnmon[demo]'" in done.stderr
+        assert f"pip install 'attnmon[{command[0]}]'" in done.stderr
         assert "Traceback" not in done.stderr
