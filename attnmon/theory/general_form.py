@@ -66,7 +66,8 @@ class Normalizer(ABC):
 
     def _entropy(self, z: Tensor, mask: Tensor) -> Tensor:
         alpha = self._weights(z, mask).abs()
-        return torch.special.entr(alpha / alpha.sum(-1, keepdim=True)).sum(-1)
+        entropy: Tensor = torch.special.entr(alpha / alpha.sum(-1, keepdim=True)).sum(-1)
+        return entropy
 
 
 @dataclass(frozen=True)
@@ -119,5 +120,6 @@ def row_of(logits: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def check_positive(name: str, value: float) -> None:
+    """Raise AttnmonError unless ``value`` is positive and finite."""
     if not 0.0 < value < math.inf:
         raise AttnmonError(f"{name} must be positive and finite, not {value}")

@@ -1,8 +1,8 @@
 """The softmax Jacobian in four norms, their sharp bounds, and the finite difference (paper, section 4).
 
-"The paper" is arXiv 2508.17821. J = (diag p - p p^T) / tau, the derivative of the weights with respect to the standard scaled logits l = tau z, where
-tau = 1 for the usual scale 1 / sqrt(d). ``weights`` below are p over the keys, [..., n], hidden keys being 0; with a
-learned sink they sum to less than one and ``sink`` is its weight, [...].
+"The paper" is arXiv 2508.17821. J = (diag p - p p^T) / tau is the derivative of the weights with respect to the
+standard scaled logits l = tau z, where tau = 1 for the usual scale 1 / sqrt(d). ``weights`` below are p over the keys,
+[..., n], hidden keys being 0; with a learned sink they sum to less than one and ``sink`` is its weight, [...].
 
 | norm | sharp bound | reached at |
 |---|---|---|
@@ -161,13 +161,16 @@ def finite_difference(
     p = torch.softmax(z, -1)
     # relative to the move of the largest weight, which is then exactly 0: p (expm1(a) - m) / (1 + m)
     move = move - move.gather(-1, at)
-    if float(2.0 * eps / tau) < _OVERFLOWS:
-        growth = torch.expm1(move)
-        mean = (p * growth).sum(-1, keepdim=True)
-        change = p * (growth - mean) / (1.0 + mean)
-    else:  # nothing cancels in so large a step
-        change = torch.softmax(z + move, -1) - p
-    return torch.linalg.vector_norm(change, dim=-1) / eps
+    growth = torch.expm1(move.clamp(max=_OVERFLOWS))
+    mean = (p * growth).sum(-1, keepdim=True)
+    change = p * (growth - mean) / (1.0 + mean)
+    far = move.amax(-1) > _OVERFLOWS
+    if far.any():  # nothing cancels in so large a step
+        moved = (z + move)[far].double()
+        change[far] = (torch.softmax(moved, -1) - torch.softmax(z[far].double(), -1)).to(change.dtype)
+    # squares of a frozen row's changes underflow in float32
+    length: Tensor = torch.linalg.vector_norm(change, dim=-1, dtype=torch.float64)
+    return (length / eps).to(logits.dtype)
 
 
 def row_directions(query_positions: Tensor, num_keys: int) -> Tensor:

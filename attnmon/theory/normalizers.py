@@ -152,11 +152,7 @@ class Entmax(Normalizer):
         return f"{self.alpha:g}-entmax (T = {self.temperature:g})"
 
     def _weights(self, z: Tensor, mask: Tensor) -> Tensor:
-        top = torch.where(mask, z, -math.inf).amax(-1, keepdim=True)
-        # the package knows no mask; relative to the largest, so that no square overflows
-        below = torch.where(mask, (z - top) / self.temperature, -_BELOW).clamp(min=-_BELOW)
-        weights: Tensor = _entmax(self.alpha)(below)
-        return torch.where(mask, weights, 0.0)
+        return _sparse_weights(z, mask, self.alpha, self.temperature)
 
     def _jacobian_norm(self, z: Tensor, mask: Tensor) -> Tensor:
         p = self._weights(z, mask)
@@ -167,20 +163,24 @@ class Entmax(Normalizer):
 
 
 @dataclass(frozen=True)
-class Sparsemax(Entmax):
-    """The Euclidean projection onto the simplex of l / T. Spectral norm 1/T for a support of two or more, 0 for one."""
+class Sparsemax(Normalizer):
+    """The Euclidean projection of l / T onto the simplex: 2-entmax. Needs ``entmax``.
 
-    alpha: float = 2.0
+    Its Jacobian has a spectral norm of 1/T for a support of two or more keys, 0 for one.
+    """
+
+    temperature: float = 1.0
     source: ClassVar[str] = "Martins, Astudillo, arXiv 1602.02068"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.alpha != 2.0:
-            raise AttnmonError(f"sparsemax is 2-entmax; for alpha = {self.alpha:g} use Entmax")
+        check_positive("temperature", self.temperature)
 
     @property
     def label(self) -> str:
         return f"sparsemax (T = {self.temperature:g})"
+
+    def _weights(self, z: Tensor, mask: Tensor) -> Tensor:
+        return _sparse_weights(z, mask, 2.0, self.temperature)
 
     def _jacobian_norm(self, z: Tensor, mask: Tensor) -> Tensor:
         support = (self._weights(z, mask) > 0.0).sum(-1)
@@ -234,7 +234,7 @@ class SelfAdjustedSoftmax(Normalizer):
 
 @dataclass(frozen=True)
 class Sigmoid(Normalizer):
-    """sigmoid(l / T + b), key by key: nothing is normalised. J is diagonal, its norm max alpha (1 - alpha) / T <= 1/(4T).
+    """sigmoid(l / T + b), key by key: nothing is normalised. J is diagonal, its norm max a (1 - a) / T <= 1/(4T).
 
     b: None is -ln n, n the visible keys of the row, as its source recommends.
     """
@@ -335,6 +335,15 @@ def _softmax_entropy(z: Tensor) -> Tensor:
     w = torch.exp(-below)
     others = w.scatter(-1, at, 0.0).sum(-1)
     return torch.log1p(others) + torch.where(w > 0.0, w * below, 0.0).sum(-1) / (1.0 + others)
+
+
+def _sparse_weights(z: Tensor, mask: Tensor, alpha: float, temperature: float) -> Tensor:
+    """alpha-entmax of z / T over the visible keys; the package knows no mask."""
+    # relative to the largest, so that no square of a hidden key overflows
+    top = torch.where(mask, z, -math.inf).amax(-1, keepdim=True)
+    below = torch.where(mask, (z - top) / temperature, -_BELOW).clamp(min=-_BELOW)
+    weights: Tensor = _entmax(alpha)(below)
+    return torch.where(mask, weights, 0.0)
 
 
 def _entmax(alpha: float) -> Callable[[Tensor], Tensor]:
