@@ -184,6 +184,24 @@ def test_the_core_needs_no_optional_package():
     assert "watch" in done.stdout
 
 
+def test_the_theory_needs_scipy_and_entmax_only_where_they_are_used():
+    done = run_blocked(
+        "import torch\n"
+        "from attnmon import theory\n"
+        "from attnmon.errors import MissingExtra\n"
+        "from attnmon.theory.normalizers import Softmax, Sparsemax\n"
+        "p = Softmax().weights(torch.zeros(6))\n"
+        "assert float(theory.top_n_distance(p, torch.eye(6), 2)) > 0\n"
+        "for use in (lambda: Sparsemax().weights(p), lambda: theory.ks_test([0.0, 1.0], [2.0])):\n"
+        "    try:\n"
+        "        use()\n"
+        "    except MissingExtra as error:\n"
+        "        print(error)\n"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("pip install 'attnmon[paper]'") == 2
+
+
 @pytest.mark.parametrize("command", [["demo"], ["demo", "--help"], ["paper"], ["paper", "--help"], ["--help"]])
 def test_the_command_line_without_extras(command):
     done = run_blocked(f"from attnmon.cli import main\nsys.exit(main({command!r}))")

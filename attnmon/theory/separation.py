@@ -28,8 +28,8 @@ class Separation:
         lower_bound_xi: the paper's weaker one, with xi_i >= D_i in place of D_i. True. M is the largest |x| of the
             row, delta the least distance between two of its visible keys.
         paper_expression: (1/N) sum exp(-(r - xi_i)^2 / (16 M^2)): the paper's expression (not a bound). Theorem 2's
-            "upper bound" is false as printed: it is exceeded by perfectly separated rows, and on unit vectors it is
-            itself never below exp(-1/16) = 0.939 where r and xi are at most 1.
+            "upper bound" is false as printed: p = (0.46, 0.46, 0.04, 0.04) and x = (1, 0), (0, 1), (-1, 0), (0, -1)
+            give a fraction of 1 against 0.997. It is never below exp(-1/16) = 0.939, so no "at most 80 %" follows.
         precision: N / (N + number of outsiders with D <= max D inside), in (0, 1].
         recall: the same as ``fraction``.
         f_score: harmonic mean of precision and recall; 0 where recall is 0.
