@@ -209,10 +209,12 @@ def lines_over_steps(
         steps: of the snapshots.
         heads: (module, head) -> values at the steps, NaN where there is none.
         title: of the figure.
-        log: logarithmic values.
+        log: a logarithmic axis where the values spread enough to need one.
     """
     modules = list(dict.fromkeys(module for module, _ in heads))
-    columns = min(3, len(modules))
+    finite = [value for values in heads.values() for value in values if value > 0]
+    spread = log and bool(finite) and max(finite) > 5.0 * min(finite)
+    columns = min(3, len(modules)) if len(modules) != 4 else 2
     height = -(-len(modules) // columns)
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(4.2 * columns + 0.6, 2.6 * height + 0.8), layout="constrained")
@@ -226,7 +228,7 @@ def lines_over_steps(
                 if of_module == module:
                     marker = "o" if len(steps) == 1 else None
                     axes.plot(steps, values, color=colours[head], linewidth=1.2, marker=marker, label=f"head {head}")
-            if log:
+            if spread:
                 axes.set_yscale("log")
         for axes in panels.flat[len(modules) :]:
             axes.set_axis_off()

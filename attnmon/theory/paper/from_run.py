@@ -30,6 +30,7 @@ _TITLES = {
     "jacobian_max": "Spectral norm of the softmax Jacobian, largest row",
     "jacobian_fd": "Finite-difference sensitivity, mean over rows",
 }
+_LEGEND = "a panel a module, heads from dark (the first) to light"
 
 
 @dataclass(frozen=True)
@@ -186,8 +187,8 @@ def _caption(run: Run, metric: str) -> str:
     settings = run.snapshots[-1].settings
     if metric == "separability":
         at = f" at N = {settings['top_n']}" if "top_n" in settings else ""
-        return f"{_TITLES[metric]}{at} of each head over training steps, a panel a module."
-    return f"{_TITLES[metric]} of each head over training steps, a panel a module, logarithmic."
+        return f"{_TITLES[metric]}{at} of each head over training steps, {_LEGEND}."
+    return f"{_TITLES[metric]}, of each head over training steps, {_LEGEND}."
 
 
 def _table(run: Run, metrics: Sequence[str]) -> tuple[Sequence[str], list[list[str]]]:

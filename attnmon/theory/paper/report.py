@@ -42,6 +42,7 @@ def write_report(subject: Subject, options: Options, store: Store) -> list[Path]
     """
     written: list[Path] = []
     merged: dict[str, list[Record]] = {}
+    empty: list[str] = []
     for name in options.experiments:
         records = [
             record
@@ -50,6 +51,9 @@ def write_report(subject: Subject, options: Options, store: Store) -> list[Path]
             for record in store.load(name, length, chunk)
         ]
         written += write_table(store.out, name, records)
+        if not any(record["rows"] for record in records):
+            empty.append(name)
+            continue
         merged[name] = merge_chunks(records, ("experiment", *_SETTINGS[name], *HEAD))
     tests = separation_tests(merged["critical-n"], options.level) if "critical-n" in merged else []
     if tests:
@@ -59,14 +63,17 @@ def write_report(subject: Subject, options: Options, store: Store) -> list[Path]
         section, files = _section(name, records, tests, options, store.out)
         sections.append(section)
         written += files
+    facts = _facts(subject, options, merged)
+    if empty:
+        facts.append(("left out", f"{', '.join(empty)}: no row sees more than N keys"))
     page = render_page(
         "Limitations of normalization in attention: the paper's experiments on this model",
         "Each experiment of arXiv 2508.17821, repeated on the model and text named here. Numbers of the paper are from "
         "GPT-2 124M on War and Peace; a difference is no error on either side.",
-        _facts(subject, options, merged),
+        facts,
         claims(merged, tests),
         sections,
-        f"Tables of every head and chunk ({', '.join(f'{name}.csv' for name in merged)}"
+        f"Tables of every head and chunk ({', '.join(f'{name}.csv' for name in options.experiments)}"
         f"{', critical-n-tests.csv' if tests else ''}), figures under figures/, finished units under units/.",
     )
     write_atomic(store.out / PAGE, page)

@@ -30,19 +30,22 @@ def missing(options: Options, store: Store) -> Iterator[tuple[int, int, tuple[st
                 yield chunk, length, wanted
 
 
-def run_units(subject: Subject, options: Options, store: Store, heads: int, *, quiet: bool = False) -> int:
+def run_units(
+    subject: Subject, options: Options, store: Store, heads: int, *, only: int | None = None, quiet: bool = False
+) -> int:
     """Compute and store what is missing.
 
     Args:
         subject: model and tokens.
         options, store: what, and where to.
         heads: of all attention calls of a forward together, for the progress bar.
+        only: this length alone.
         quiet: without a progress bar.
 
     Returns:
         How many units were computed.
     """
-    todo = list(missing(options, store))
+    todo = [unit for unit in missing(options, store) if only in (None, unit[1])]
     work = sum(_work(length, wanted, options) for _, length, wanted in todo) * heads
     count = sum(len(wanted) for *_, wanted in todo)
     if not todo:

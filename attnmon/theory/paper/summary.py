@@ -78,11 +78,15 @@ class Curve:
 
 
 def curve(records: Iterable[Record], x: str, y: str) -> Curve:
-    """``y`` over ``x``, from records merged over chunks; heads in the order of the records."""
+    """``y`` over ``x``, from records merged over chunks; heads in the order of the records.
+
+    A head without a row at some point (its window is no wider than N) is NaN there and in no mean; a point at which
+    that is so of every head is left out.
+    """
     columns: dict[float, list[float]] = defaultdict(list)
     for record in records:
         columns[record[x]].append(record[y])
-    points = sorted(columns)
+    points = [point for point in sorted(columns) if np.isfinite(columns[point]).any()]
     heads = np.array([columns[point] for point in points], dtype=np.float64)
     low, high = np.nanquantile(heads, (0.25, 0.75), axis=1)
     return Curve(np.array(points, dtype=np.float64), np.nanmean(heads, axis=1), low, high, heads)
@@ -129,21 +133,24 @@ def separation_tests(records: Iterable[Record], level: float) -> list[Record]:
     found: list[Record] = []
     for length, group in sorted(by_length.items()):
         distance, expected = curve(group, "top_n", "distance"), curve(group, "top_n", "expected")
-        top_n = [int(n) for n in distance.x]
-        statistic, p_value = ks_test(distance.heads, expected.heads)
-        first = critical_n(top_n, distance.heads, expected.heads, level)
-        found += [
-            {
-                "length": length,
-                "top_n": n,
-                "heads": distance.heads.shape[1],
-                "statistic": float(statistic[index]),
-                "p_value": float(p_value[index]),
-                "separated": int(p_value[index] < level),
-                "critical": int(first == n),
-            }
-            for index, n in enumerate(top_n)
-        ]
+        first: int | None = None
+        for n, sample, reference in zip(distance.x, distance.heads, expected.heads, strict=True):
+            there = np.isfinite(sample)  # heads with a narrow window have no row at a large N
+            sample, reference = sample[there], reference[there]
+            statistic, p_value = ks_test(sample, reference)
+            kept = critical_n([int(n)], sample[None], reference[None], level)
+            first = kept if first is None else first
+            found.append(
+                {
+                    "length": length,
+                    "top_n": int(n),
+                    "heads": len(sample),
+                    "statistic": float(statistic),
+                    "p_value": float(p_value),
+                    "separated": int(kept is None),
+                    "critical": int(first is not None and first == kept),
+                }
+            )
     return found
 
 
