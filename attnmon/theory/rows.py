@@ -26,12 +26,13 @@ class TokenRows:
     """Weights and vectors of rows, in float64.
 
     Args:
-        weights: [..., n], float32 or float64; the weights of hidden keys are not read.
+        weights: [..., n], float32 or float64, >= 0, of sum 1, or less where a sink takes the rest. Those of hidden
+            keys are not read.
         tokens: [n, E], one matrix that all rows share, or [..., n, E] with the weights' leading axes.
         visible: bool, broadcastable to [..., n]; None: all keys.
 
     Raises:
-        AttnmonError: the shapes do not fit, or an input is no float tensor.
+        AttnmonError: the shapes do not fit, an input is no float tensor, or a visible weight or a vector is not finite.
     """
 
     def __init__(self, weights: Tensor, tokens: Tensor, visible: Tensor | None = None) -> None:
@@ -53,6 +54,9 @@ class TokenRows:
         p = weights.double()
         self.p = p if self.visible is None else torch.where(self.visible, p, 0.0)
         self.x = tokens.double()
+        # a NaN has no rank, and one vector that is not finite would spoil the sums of rows that do not see it
+        if not (self.p.isfinite().all() and self.x.isfinite().all()):
+            raise AttnmonError("weights and tokens must be finite; leave out rows with logits or vectors that are not")
         length = weights.shape[-1]
         if self.visible is None:
             self.n = torch.full(weights.shape[:-1], float(length), dtype=torch.float64, device=weights.device)

@@ -67,6 +67,18 @@ def test_top_n_distance_and_its_bound_are_those_of_the_definitions_and_of_the_li
             assert got <= bound * SLACK + 1e-9  # Theorem 1(1)
 
 
+def test_the_bounds_hold_where_a_sink_takes_part_of_the_weight():
+    for row in rows():
+        weights, tokens, mask = row.tensors()
+        for share in (0.9, 0.1):
+            part = (weights * share, tokens, 2, mask)
+            assert float(top_n_distance(*part)) <= float(distance_bound(*part)) * SLACK + 1e-9
+            measured = separability(*part)
+            assert float(measured.lower_bound) <= float(measured.fraction) + 1e-9
+            mean, error = expected_distance_monte_carlo(*part[:3], draws=8, visible=mask)
+            assert float(mean - 6 * error) <= float(expected_distance_limit(tokens, 2, mask)) + 1e-9
+
+
 def test_theorem_1_is_no_bound_for_arbitrary_sets():
     p, x = torch.tensor([0.8, 0.1, 0.1], dtype=torch.float64), torch.ones(3, 1, dtype=torch.float64)
     selected = torch.tensor([False, False, True])
@@ -241,6 +253,11 @@ def test_bad_input_says_what_was_expected():
         distance(p, x, torch.ones(4))
     with pytest.raises(AttnmonError, match="float tensors"):
         top_n_distance(p.long(), x, 1)
+    broken = x.clone()
+    broken[2, 1] = torch.nan
+    for bad in ((p, broken), (p * torch.inf, x)):
+        with pytest.raises(AttnmonError, match="finite"):
+            separability(*bad, 1)
     with pytest.raises(AttnmonError, match="draws"):
         expected_distance_monte_carlo(p, x, 1, draws=1)
     with pytest.raises(AttnmonError, match="rows, keys"):
