@@ -37,7 +37,7 @@ def test_weights_are_those_of_the_model(name, attention):
     heads = captured(build(model, config, attention), IDS[0])
     assert [(head.layer, head.head) for head in heads] == [(layer, h) for layer in range(2) for h in range(4)]
     for head in heads:
-        rows = HeadRows(head, Place(len(IDS[0]), 0, 0))
+        rows = HeadRows(head, Place(len(IDS[0]), 0, 0), (), OPTIONS)
         expected = twin[head.layer][0, head.head]
         torch.testing.assert_close(rows.weights, expected, rtol=1e-4, atol=1e-6)
         assert not head.visible.triu(1).any()
@@ -114,4 +114,4 @@ def test_a_logit_that_is_not_finite_is_refused():
     with torch.no_grad():
         model.model.layers[1].self_attn.q_proj.weight.fill_(float("nan"))
     with pytest.raises(AttnmonError, match=r"model\.layers\.1\.self_attn, head 0: a logit or a vector is not finite"):
-        [HeadRows(head, Place(20, 0, 0)) for head in captured(model, IDS[0])]
+        [HeadRows(head, Place(20, 0, 0), (), OPTIONS) for head in captured(model, IDS[0])]

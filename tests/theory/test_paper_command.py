@@ -110,7 +110,7 @@ def test_the_page_stands_alone_and_gives_each_claim_a_verdict(finished):
     assert not re.search(r'(?:src|href)="(?!data:)', page)
     assert page.count("data:image/svg+xml;base64,") == len(EXPERIMENTS)
     verdicts = re.findall(r'<span class="verdict \w+">(true|empirical|false as printed)</span></td>', page)
-    assert len(verdicts) == 13
+    assert len(verdicts) == 14
     assert {"true", "empirical", "false as printed"} == set(verdicts)
     assert "value vectors, unit length" in page
     assert "read as bytes, one token each, since the model has no tokenizer" in page
@@ -118,14 +118,41 @@ def test_the_page_stands_alone_and_gives_each_claim_a_verdict(finished):
 
 def test_no_false_statement_is_called_a_bound(finished):
     page = (finished / "out" / "paper.html").read_text()
+    false: list[str] = []
     for row in re.findall(r"<tr><td>.*?</tr>", page, re.S):
-        if "exp(-(r - xi)^2" in row or "min(1/(4T), sqrt 2)" in row or "at most 80 %" in row:
+        if any(text in row for text in ("exp(-(r - xi)^2", "min(1/(4T), sqrt 2)", "at most 80 %", "0.06 L")):
             assert "false as printed" in row
+            false.append(row)
         if ">true<" in row:
             assert re.search(r"<td>0 of [\d,]+ rows", row)
+    assert len(false) == 5
     for heading in re.findall(r"<th[^>]*>(.*?)</th>", page):
         if "expression" in heading:
             assert "not a bound" in heading
+
+
+def test_verdicts_are_those_of_the_audit(finished):
+    from attnmon.theory.audit import STATEMENTS
+    from attnmon.theory.paper.claims import claims
+    from attnmon.theory.paper.store import read_csv
+    from attnmon.theory.paper.summary import merge_chunks, separation_tests
+
+    keys = dict.fromkeys(EXPERIMENTS, ("length", "layer", "module", "head", "top_n"))
+    keys["sensitivity"] = ("length", "layer", "module", "head", "temperature", "epsilon")
+    merged = {
+        name: merge_chunks(read_csv(finished / "out" / f"{name}.csv"), ("experiment", *keys[name]))
+        for name in EXPERIMENTS[:5]
+    }
+    found = claims(merged, separation_tests(merged["critical-n"], 0.01))
+    verdicts = {statement.name: statement.verdict for statement in STATEMENTS}
+    assert len(found) == 14
+    for claim in found:
+        if claim.audited:
+            assert claim.verdict == verdicts[claim.audited]
+        else:
+            assert claim.statement.startswith("Ours: ")
+    order = [claim.experiment for claim in found]
+    assert order == sorted(order, key=EXPERIMENTS.index)
 
 
 def test_a_second_run_computes_nothing_and_changes_nothing(finished, models, capsys, monkeypatch):

@@ -148,7 +148,7 @@ def test_false_statements_are_seen_to_be_false():
 
 def test_g_of_each_temperature_and_step_is_that_of_its_rows():
     head = heads("mistral")[3]
-    rows = HeadRows(head, Place(LENGTH, 0, 0))
+    rows = HeadRows(head, Place(LENGTH, 0, 0), (), OPTIONS)
     records = [r for r in measured("mistral")["sensitivity"] if (r["layer"], r["head"]) == (head.layer, head.head)]
     assert [(r["temperature"], r["epsilon"]) for r in records] == [(t, e) for t in TEMPERATURES for e in EPSILONS]
     directions = row_directions(torch.arange(LENGTH), LENGTH).double()

@@ -1,8 +1,8 @@
 """What the paper says of each experiment, beside what was measured here, with a verdict.
 
-Verdicts: "true" (a theorem, and it holds on every row measured here), "empirical" (an observation on one model and one
-text; yours may differ), "false as printed" (a counterexample exists; the corrected statement stands beside it). The
-reasons stand in the audit of all statements, docs/audit.md.
+Verdicts are those of the audit of all statements (``attnmon.theory.audit``, docs/audit.md): "true" (a theorem, and it
+holds on every row measured here), "empirical" (an observation on one model and one text; yours may differ), "false as
+printed" (a counterexample exists; the corrected statement stands beside it).
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from attnmon.theory.audit import STATEMENTS, TRUE
 from attnmon.theory.paper.store import Record
 from attnmon.theory.paper.summary import critical_points, curve, fit_line, total
-
-TRUE, EMPIRICAL, FALSE = "true", "empirical", "false as printed"
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class Claim:
         statement: in our words.
         paper: the paper's figure or expression.
         measured: the same on this model and text.
-        verdict: ``TRUE``, ``EMPIRICAL`` or ``FALSE``.
+        audited: name of the statement in ``attnmon.theory.audit``, "" for a statement of ours that is true.
         note: why, and what holds instead.
     """
 
@@ -36,8 +35,13 @@ class Claim:
     statement: str
     paper: str
     measured: str
-    verdict: str
+    audited: str
     note: str
+
+    @property
+    def verdict(self) -> str:
+        """As the audit has it."""
+        return next((one.verdict for one in STATEMENTS if one.name == self.audited), TRUE)
 
 
 def claims(merged: Mapping[str, Sequence[Record]], tests: Sequence[Record]) -> list[Claim]:
@@ -77,7 +81,7 @@ def _over_length(records: Sequence[Record]) -> list[Claim]:
             f"The distance of the N = {top_n} largest weights grows linearly with L",
             "linear in L at N = 5",
             straight,
-            EMPIRICAL,
+            "true distance grows linearly",
             "It can grow, about as (n - N)|s|, where |s| does not fall with n; it need not.",
         ),
         Claim(
@@ -85,7 +89,7 @@ def _over_length(records: Sequence[Record]) -> list[Claim]:
             "The expected distance of a random set grows linearly with L",
             "linear",
             f"E = {shown}; never above {limit[-1]:.3g}",
-            FALSE,
+            "expected distance grows linearly",
             "Always E <= (n - N)/n (N + 1) max|x|, which does not grow with n.",
         ),
         _bound_claim("distance-length", records),
@@ -103,7 +107,7 @@ def _over_top_n(records: Sequence[Record]) -> list[Claim]:
             "The distances of the N largest weights and of N random keys meet near N = 100",
             "equal near N = 100 (L = 1024)",
             f"true / expected: {shown}",
-            EMPIRICAL,
+            "true and expected distance meet",
             f"Seen on GPT-2; here at L = {records[0]['length']}. Nothing makes them meet at a given N.",
         ),
         _bound_claim("distance-topn", records),
@@ -117,7 +121,7 @@ def _bound_claim(experiment: str, records: Sequence[Record]) -> Claim:
         "Theorem 1: an upper bound of the distance",
         "an upper bound",
         f"{over:,} of {rows:,} rows above it",
-        TRUE,
+        "distance bound, top-N sets",
         "True of the N largest weights; false of arbitrary sets of N keys.",
     )
 
@@ -134,7 +138,7 @@ def _critical(tests: Sequence[Record]) -> Claim:
         "The first N whose distances a KS test cannot tell from random sets' is a fixed share of L",
         "about 0.06 L, said of any model",
         shown + fitted + none,
-        FALSE,
+        "critical N",
         f"An observation on GPT-2, no law: the test compares {heads} heads with {heads}, so the N found depends on the "
         "number of heads and on the level as well as on the model.",
     )
@@ -157,7 +161,7 @@ def _separability(records: Sequence[Record]) -> list[Claim]:
             "N_s/N falls until N is about 16, then stays at 0.70 to 0.85",
             "0.70 to 0.85 for N >= 16",
             f"{plateau} ({shown})",
-            EMPIRICAL,
+            "plateau of separability",
             "GPT-2 on War and Peace. Synthetic data gave 0.48 to 0.97 at N = 16. No quality score: watch its change.",
         ),
         Claim(
@@ -165,7 +169,7 @@ def _separability(records: Sequence[Record]) -> list[Claim]:
             "Theorem 2, lower bound of N_s/N",
             "a lower bound",
             f"{lower:,} of {rows:,} rows below it",
-            TRUE,
+            "separability, lower bound",
             "True, with a strict <; negative, and then empty, for many rows.",
         ),
         Claim(
@@ -173,7 +177,7 @@ def _separability(records: Sequence[Record]) -> list[Claim]:
             "Theorem 2, upper expression (1/N) sum exp(-(r - xi)^2 / (16 M^2)) of N_s/N",
             "called an upper bound",
             f"{above:,} of {rows:,} rows above it; its least value was {least:.3f}",
-            FALSE,
+            "separability, upper expression",
             "Not a bound: rows exceed it. Drawn for comparison only.",
         ),
         Claim(
@@ -181,7 +185,7 @@ def _separability(records: Sequence[Record]) -> list[Claim]:
             "A theorem: at most 80 % of the selected keys can be told apart",
             "at most 80 %",
             f"largest head with N > 1: {_largest(found.heads[found.x > 1])}",
-            FALSE,
+            "at most 80 % separated",
             "With the paper's radius its expression is never below 0.939; N = 1 always gives 1.",
         ),
     ]
@@ -190,7 +194,7 @@ def _separability(records: Sequence[Record]) -> list[Claim]:
 def _sensitivity(records: Sequence[Record]) -> list[Claim]:
     epsilons = sorted({record["epsilon"] for record in records})
     rows = total(records, "rows")
-    over = total(records, "bound_violation_count")
+    over, over_expression = total(records, "bound_violation_count"), total(records, "g_over_paper_count")
     first = [record for record in records if record["epsilon"] == epsilons[0]]
     spectral, over_paper = total(first, "rows"), total(first, "jacobian_over_paper_count")
     g = curve(first, "temperature", "g")
@@ -210,7 +214,7 @@ def _sensitivity(records: Sequence[Record]) -> list[Claim]:
             "g(T, eps) follows 1/T below T = 0.1 and is about two orders lower at T >= 1",
             "slope -1 on log-log axes; two orders",
             f"eps = {epsilons[0]:g}, largest head: slope {slope:.2f} below T = 0.1{drop}",
-            EMPIRICAL,
+            "g follows 1/T",
             "Holds near ties only: two logits a gap g apart are worst (0.448/g) at T = 0.648 g and freeze below.",
         ),
         Claim(
@@ -218,15 +222,23 @@ def _sensitivity(records: Sequence[Record]) -> list[Claim]:
             "The softmax Jacobian's spectral norm is at most min(1/(4T), sqrt 2)",
             "called a bound",
             f"{over_paper:,} of {spectral:,} rows and temperatures above it",
-            FALSE,
+            "Jacobian, spectral norm",
             "1/(4T) bounds the largest entry; the spectral norm is bounded by 1/(2T).",
+        ),
+        Claim(
+            "sensitivity",
+            "The finite difference g(T, eps) is at most min(1/(4T), sqrt 2)",
+            "called a bound",
+            f"{over_expression:,} of {rows:,} rows, temperatures and steps above it",
+            "finite difference",
+            "A random direction sees |J|_F / sqrt(n), so long rows stay below it; short ones and ties do not.",
         ),
         Claim(
             "sensitivity",
             "Ours: g(T, eps) is at most min(1/(2T), sqrt(2)/eps)",
             "-",
             f"{over:,} of {rows:,} rows, temperatures and steps above it",
-            TRUE,
+            "",
             "sqrt(2) is the diameter of the simplex, so it bounds a finite step. It is why the curves of eps part.",
         ),
     ]

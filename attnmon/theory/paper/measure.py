@@ -30,7 +30,7 @@ from attnmon.theory.paper.store import Record
 from attnmon.theory.paper.sweep import expected_distances, nested_distances, weight_ranks
 
 _SLACK = 1e-5  # relative, of float32 arithmetic: nearer a bound than this is not across it
-_BLOCK = 128  # rows at a time, so that they stay in the cache
+_BLOCK = 320  # rows at a time: few enough for the cache, enough that threads do not wait for the interpreter
 _COMPARED_ROWS = 64  # of a head, where other normalisers are solved row by row
 
 
@@ -49,13 +49,15 @@ class HeadRows:
     Args:
         head: its rows.
         place: of the unit.
+        experiments, options: what will be asked for.
 
     Raises:
         AttnmonError: a logit or a vector is not finite.
     """
 
-    def __init__(self, head: Head, place: Place) -> None:
+    def __init__(self, head: Head, place: Place, experiments: Sequence[str], options: Options) -> None:
         self.head, self.place = head, place
+        self._experiments, self._options = experiments, options
         z = head.logits.masked_fill(~head.visible, -torch.inf)
         outcomes = z if head.sink is None else torch.nn.functional.pad(z, (0, 1), value=head.sink)
         everything = torch.softmax(outcomes, -1)
@@ -68,15 +70,35 @@ class HeadRows:
             )
         self.count = head.visible.sum(-1)
 
-    @cached_property
-    def ranks(self) -> Tensor:
-        """Rank of each key by its weight."""
-        return weight_ranks(self.weights, self.head.visible)
+    def sizes(self, *experiments: str) -> tuple[int, ...]:
+        """N of those of the given experiments that are wanted, ascending."""
+        options, found = self._options, set()
+        for name in set(experiments) & set(self._experiments):
+            found |= set(_sizes(name, options, self.place.length))
+        return tuple(sorted(found))
 
-    def expected(self, sizes: Sequence[int], draws: int) -> tuple[Tensor, Tensor]:
-        """Monte Carlo estimate of E[d~] and its squared standard error, [sizes, R]."""
-        head = self.head
-        return expected_distances(self.weights, head.tokens, head.visible, sizes, draws, self.place.seed)
+    @cached_property
+    def geometry(self) -> dict[int, HeadGeometry]:
+        """N -> distance, bound and separability of the N largest weights, for experiments 1, 2 and 4."""
+        sizes = self.sizes("distance-length", "distance-topn", "separability")
+        with_bound = bool(self.sizes("distance-length", "distance-topn"))
+        found = head_geometry(self.weights, self.head.tokens, sizes, self.head.visible, bound=with_bound)
+        return dict(zip(sizes, found, strict=True))
+
+    @cached_property
+    def distances(self) -> dict[int, Tensor]:
+        """N -> d~ of the N largest weights, float64 [R], for experiment 3."""
+        sizes = self.sizes("critical-n")
+        ranks = weight_ranks(self.weights, self.head.visible)
+        return dict(zip(sizes, nested_distances(self.weights, self.head.tokens, ranks, sizes), strict=True))
+
+    @cached_property
+    def expected(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """N -> Monte Carlo estimate of E[d~] and its squared standard error, [R] each, for experiments 1, 2 and 3."""
+        head, sizes = self.head, self.sizes("distance-length", "distance-topn", "critical-n")
+        draws, seed = self._options.draws, self.place.seed
+        means, variances = expected_distances(self.weights, head.tokens, head.visible, sizes, draws, seed)
+        return {size: (means[index], variances[index]) for index, size in enumerate(sizes)}
 
     def record(self, experiment: str, **values: float | int | str) -> Record:
         """A tidy row: where, then what."""
@@ -94,70 +116,68 @@ class HeadRows:
 
 def measure_head(head: Head, experiments: Sequence[str], options: Options, place: Place) -> dict[str, list[Record]]:
     """Records of the wanted experiments of one head on one chunk at one length."""
-    rows = HeadRows(head, place)
-    return {name: _EXPERIMENTS[name](rows, options) for name in experiments}
+    rows = HeadRows(head, place, experiments, options)
+    return {name: _EXPERIMENTS[name](rows, _sizes(name, options, place.length)) for name in experiments}
 
 
-def _over_length(rows: HeadRows, options: Options) -> list[Record]:
-    return _distances(rows, "distance-length", (options.length_top_n,), options.draws)
+def _sizes(experiment: str, options: Options, length: int) -> tuple[int, ...]:
+    """N of an experiment."""
+    if experiment == "distance-length":
+        return (options.length_top_n,)
+    return candidates(length) if experiment == "critical-n" else options.top_n
 
 
-def _over_top_n(rows: HeadRows, options: Options) -> list[Record]:
-    return _distances(rows, "distance-topn", options.top_n, options.draws)
+def _over_length(rows: HeadRows, sizes: Sequence[int]) -> list[Record]:
+    return [_distance(rows, "distance-length", size) for size in sizes]
 
 
-def _distances(rows: HeadRows, experiment: str, sizes: Sequence[int], draws: int) -> list[Record]:
+def _over_top_n(rows: HeadRows, sizes: Sequence[int]) -> list[Record]:
+    return [_distance(rows, "distance-topn", size) for size in sizes]
+
+
+def _distance(rows: HeadRows, experiment: str, top_n: int) -> Record:
     """Experiments 1 and 2: d~, its bound and its expectation."""
-    head = rows.head
-    expected, variance = rows.expected(sizes, draws)
-    found = []
-    for index, one in enumerate(head_geometry(rows.weights, head.tokens, sizes, head.visible)):
-        valid = rows.count > one.top_n
-        assert one.bound is not None
-        limit = expected_distance_limit(head.tokens, one.top_n, head.visible)
-        found.append(
-            rows.record(
-                experiment,
-                top_n=one.top_n,
-                rows=int(valid.sum()),
-                distance=_mean(one.distance, valid),
-                bound=_mean(one.bound, valid),
-                expected=_mean(expected[index], valid),
-                expected_se=_error(variance[index], valid),
-                expected_main_term=_mean(one.expected, valid),
-                expected_residual_bound=_mean(one.residual, valid),
-                expected_limit=_mean(limit, valid),
-                bound_violation_count=_above(one.distance, one.bound, valid),
-            )
-        )
-    return found
+    one, (expected, variance) = rows.geometry[top_n], rows.expected[top_n]
+    assert one.bound is not None
+    valid = rows.count > top_n
+    limit = expected_distance_limit(rows.head.tokens, top_n, rows.head.visible)
+    return rows.record(
+        experiment,
+        top_n=top_n,
+        rows=int(valid.sum()),
+        distance=_mean(one.distance, valid),
+        bound=_mean(one.bound, valid),
+        expected=_mean(expected, valid),
+        expected_se=_error(variance, valid),
+        expected_main_term=_mean(one.expected, valid),
+        expected_residual_bound=_mean(one.residual, valid),
+        expected_limit=_mean(limit, valid),
+        bound_violation_count=_above(one.distance, one.bound, valid),
+    )
 
 
-def _critical(rows: HeadRows, options: Options) -> list[Record]:
+def _critical(rows: HeadRows, sizes: Sequence[int]) -> list[Record]:
     """Experiment 3: d~ and E[d~] for a whole list of N."""
-    sizes = candidates(rows.place.length)
-    distance = nested_distances(rows.weights, rows.head.tokens, rows.ranks, sizes)
-    expected, variance = rows.expected(sizes, options.draws)
     found = []
-    for index, top_n in enumerate(sizes):
+    for top_n in sizes:
         valid = rows.count > top_n
+        expected, variance = rows.expected[top_n]
         found.append(
             rows.record(
                 "critical-n",
                 top_n=top_n,
                 rows=int(valid.sum()),
-                distance=_mean(distance[index], valid),
-                expected=_mean(expected[index], valid),
-                expected_se=_error(variance[index], valid),
+                distance=_mean(rows.distances[top_n], valid),
+                expected=_mean(expected, valid),
+                expected_se=_error(variance, valid),
             )
         )
     return found
 
 
-def _separability(rows: HeadRows, options: Options) -> list[Record]:
+def _separability(rows: HeadRows, sizes: Sequence[int]) -> list[Record]:
     """Experiment 4: N_s / N, the lower bound, and the paper's expression, which is not a bound."""
-    geometry = head_geometry(rows.weights, rows.head.tokens, options.top_n, rows.head.visible, bound=False)
-    return [_separation(rows, one) for one in geometry]
+    return [_separation(rows, rows.geometry[size]) for size in sizes]
 
 
 def _separation(rows: HeadRows, one: HeadGeometry) -> Record:
@@ -186,7 +206,7 @@ def _separation(rows: HeadRows, one: HeadGeometry) -> Record:
     )
 
 
-def _sensitivity(rows: HeadRows, options: Options) -> list[Record]:
+def _sensitivity(rows: HeadRows, sizes: Sequence[int]) -> list[Record]:
     """Experiment 5: g(T, eps) and the exact spectral norm at each temperature."""
     head = rows.head
     length = head.logits.shape[0]
@@ -205,7 +225,8 @@ def _sensitivity(rows: HeadRows, options: Options) -> list[Record]:
                 g[t, e, block] = finite_difference(logits, directions[block, :reach], temperature, epsilon, visible)
     found = []
     for t, temperature in enumerate(TEMPERATURES):
-        over_paper = _above(norm[t], torch.full_like(norm[t], paper_expression(temperature)), valid)
+        expression = torch.full_like(norm[t], paper_expression(temperature))
+        over_paper = _above(norm[t], expression, valid)
         for e, epsilon in enumerate(EPSILONS):
             bound = finite_difference_bound(temperature, epsilon)
             found.append(
@@ -218,6 +239,7 @@ def _sensitivity(rows: HeadRows, options: Options) -> list[Record]:
                     g_max=float(g[t, e][valid].max()),
                     bound=bound,
                     bound_violation_count=_above(g[t, e], torch.full_like(g[t, e], bound), valid),
+                    g_over_paper_count=_above(g[t, e], expression, valid),
                     jacobian=_mean(norm[t], valid),
                     jacobian_max=float(norm[t][valid].max()),
                     jacobian_over_paper_count=over_paper,
@@ -226,7 +248,7 @@ def _sensitivity(rows: HeadRows, options: Options) -> list[Record]:
     return found
 
 
-def _normalizers(rows: HeadRows, options: Options) -> list[Record]:
+def _normalizers(rows: HeadRows, sizes: Sequence[int]) -> list[Record]:
     """Other normalisers on the same logits, for rows spread evenly over those with at least two keys."""
     head = rows.head
     length = head.logits.shape[0]
@@ -273,7 +295,7 @@ def _above(values: Tensor, bounds: Tensor, valid: Tensor) -> int:
     return int((valid & (values > bounds + _SLACK * bounds.abs() + 1e-7)).sum())
 
 
-_EXPERIMENTS: dict[str, Callable[[HeadRows, Options], list[Record]]] = {
+_EXPERIMENTS: dict[str, Callable[[HeadRows, Sequence[int]], list[Record]]] = {
     "distance-length": _over_length,
     "distance-topn": _over_top_n,
     "critical-n": _critical,

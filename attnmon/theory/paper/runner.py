@@ -99,5 +99,6 @@ def _pool() -> ThreadPoolExecutor:
     def alone() -> None:
         torch.set_num_threads(1)  # of this thread's own operations
         torch.set_grad_enabled(False)
+        torch.set_flush_denormal(True)  # weights that low say nothing here, and cost time
 
     return ThreadPoolExecutor(torch.get_num_threads(), initializer=alone)
