@@ -244,6 +244,26 @@ def test_hidden_states_and_raw_values_serve_too(models, finished, capsys, tmp_pa
     assert tables[0] != tables[1]
 
 
+def test_the_models_own_tokenizer_is_used_and_named(models, tmp_path, capsys):
+    tokenizers = pytest.importorskip("tokenizers")
+    shutil.copytree(models / "gpt2", tmp_path / "model")
+    words = sorted(set(TEXT.decode().split()))
+    vocabulary = {word: number for number, word in enumerate(["?", *words])}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="?")
+    made.save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_bytes(TEXT)
+    argv = ["--model", tmp_path / "model", "--text", tmp_path / "text.txt", "--out", tmp_path / "out", "--top-n", "1",
+            "--experiment", "separability"]  # fmt: skip
+    assert call([*argv, "--lengths", "16", "--chunks", "2"], capsys)[0] == 0
+    assert "tokenizer of the model (" in (tmp_path / "out" / "paper.html").read_text()
+    count = len(TEXT.split())
+    status, _, err = call([*argv, "--lengths", "64", "--chunks", "100"], capsys)
+    assert status == 2
+    assert f"it has {count:,} tokens; 100 chunks of 64 take 6,400" in err
+
+
 def test_without_a_model_a_small_one_is_trained_once(tmp_path, capsys, monkeypatch):
     (tmp_path / "text.txt").write_bytes(TEXT)
     argv = ["--text", tmp_path / "text.txt", "--out", tmp_path / "out", "--train-steps", "2", "--lengths", "16", "32",
@@ -307,6 +327,10 @@ MISTAKES = {
     "no such device": (
         ("--model", "{models}/gpt2", "--lengths", "16", "--top-n", "1", "--device", "abacus"),
         "--device abacus cannot be used",
+    ),
+    "a device without float64": (
+        ("--model", "{models}/gpt2", "--lengths", "16", "--top-n", "1", "--device", "mps"),
+        "--device mps cannot be used: it has no float64",
     ),
     "out is a file": (("--out", "short.txt"), "cannot write to --out short.txt: short.txt is not a directory"),
     "no run": (("--from-run", "absent"), "--from-run absent: there is no such file or folder"),

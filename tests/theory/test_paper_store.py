@@ -49,6 +49,18 @@ def test_a_unit_that_was_cut_off_is_not_there(tmp_path, monkeypatch):
     assert list((tmp_path / "units").iterdir()) == []
 
 
+def test_a_full_disk_is_told_and_what_was_there_stays(tmp_path, monkeypatch):
+    write_atomic(tmp_path / "a.csv", "before")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module.os, "replace", full)
+    with pytest.raises(AttnmonError, match=r"cannot write .*a\.csv: No space left on device"):
+        write_atomic(tmp_path / "a.csv", "after")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a.csv", "before")]
+
+
 def test_other_settings_are_told_and_change_nothing(tmp_path):
     Store(tmp_path, {"seed": 0, "top_n": (1, 5)}).save("separability", 32, 0, RECORDS)
     with pytest.raises(AttnmonError, match=r"other settings \(seed: 0 there, 1 now\); choose another --out, or give"):

@@ -119,7 +119,7 @@ def test_a_length_without_a_critical_n_is_named():
     x, y, none_at = critical_points(found)
     assert (x.tolist(), y.tolist(), none_at) == ([32], [4], [64])
     (claim,) = claims({}, found)
-    assert "no N of the list at L = 64" in claim.measured
+    assert "none up to L/2 at L = 64" in claim.measured
 
 
 def test_the_level_decides():

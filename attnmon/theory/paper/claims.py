@@ -131,7 +131,7 @@ def _critical(tests: Sequence[Record]) -> Claim:
     line = fit_line(x, y)
     shown = ", ".join(f"{n:g} at L = {length:g}" for length, n in zip(x, y, strict=True)) or "none found"
     fitted = "" if line is None else f"; fitted slope {line.slope:.3f} (through the origin {line.through_origin:.3f})"
-    none = "" if not none_at else f"; no N of the list at L = {', '.join(map(str, none_at))}"
+    none = "" if not none_at else f"; none up to L/2 at L = {', '.join(map(str, none_at))}"
     heads = tests[0]["heads"]
     return Claim(
         "critical-n",

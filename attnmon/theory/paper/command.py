@@ -12,7 +12,6 @@ from torch import nn
 from attnmon.errors import AttnmonError
 from attnmon.theory.paper import small_model
 from attnmon.theory.paper.capture import check_causal
-from attnmon.theory.paper.from_run import write_run_report
 from attnmon.theory.paper.model import Subject, context_length, identity_of, load, vocabulary_size
 from attnmon.theory.paper.options import EPSILONS, TEMPERATURES, Options
 from attnmon.theory.paper.progress import bar
@@ -42,11 +41,6 @@ def measure(subject: Subject, options: Options, *, quiet: bool = False) -> list[
     store = Store(options.out, settings_of(subject, options), options.restart)
     run_units(subject, options, store, heads, quiet=quiet)
     return write_report(subject, options, store)
-
-
-def run_from_log(place: Path, out: Path) -> list[Path]:
-    """The report of a monitored run."""
-    return write_run_report(place, out)
 
 
 def settings_of(subject: Subject, options: Options) -> dict[str, Any]:

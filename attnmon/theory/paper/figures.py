@@ -68,7 +68,7 @@ def critical(points: tuple[Any, Any], line: Line | None, none_at: Sequence[int],
             label = f"fitted line: {line.slope:.3f} L {sign} {abs(line.intercept):.1f}"
             axes.plot(ends, line.slope * ends + line.intercept, "-", color=EXPECTED, label=label)
     if none_at:
-        axes.plot(none_at, [0.0] * len(none_at), "x", color=BOUND, label="no N of the list (drawn at 0)", markersize=7)
+        axes.plot(none_at, [0.0] * len(none_at), "x", color=BOUND, label="no N up to L/2 (drawn at 0)", markersize=7)
     axes.set_ylim(bottom=min(0.0, *axes.get_ylim()))
     axes.set_xlim(left=0, right=1.05 * axes.get_xlim()[1])
     axes.legend()

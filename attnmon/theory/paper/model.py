@@ -72,8 +72,10 @@ def prepare(model: nn.Module, device: str) -> nn.Module:
     """The model as it is measured: float32, evaluation mode, on ``device``.
 
     Raises:
-        AttnmonError: there is no such device.
+        AttnmonError: there is no such device, or it has no float64.
     """
+    if device.startswith("mps"):
+        raise AttnmonError("--device mps cannot be used: it has no float64, which the geometry is computed in")
     try:
         return model.float().to(torch.device(device)).eval()
     except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts

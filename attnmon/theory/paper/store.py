@@ -97,12 +97,18 @@ def check_writable(out: Path, option: str = "--out") -> None:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write a file under its final name only once it is whole."""
+    """Write a file under its final name only once it is whole.
+
+    Raises:
+        AttnmonError: it cannot be written; an older file of that name is as it was.
+    """
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     data = content.encode() if isinstance(content, str) else content
     try:
         aside.write_bytes(data)
         os.replace(aside, path)
+    except OSError as error:  # a full disk, say
+        raise AttnmonError(f"cannot write {path}: {error.strerror}") from error
     finally:
         aside.unlink(missing_ok=True)
 
