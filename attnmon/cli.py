@@ -255,6 +255,9 @@ def _paper_arguments(parser: argparse.ArgumentParser) -> None:
 def _paper(args: argparse.Namespace) -> int:
     log: Path | None = getattr(args, "from_run", None)
     out: Path = getattr(args, "out", Path("runs/attnmon-paper") if log is None else log / "paper")
+    meaningless = [f"--{name}" for name in ("model", "text", "experiment") if log is not None and hasattr(args, name)]
+    if meaningless:
+        raise AttnmonError(f"--from-run draws what a run wrote; {', '.join(meaningless)} cannot be given with it")
     _check_writable(out, "--out")
     for package in ("transformers", "matplotlib", "jinja2", "scipy", "rich", "entmax"):
         if not _installed(package):

@@ -334,6 +334,10 @@ MISTAKES = {
     ),
     "out is a file": (("--out", "short.txt"), "cannot write to --out short.txt: short.txt is not a directory"),
     "no run": (("--from-run", "absent"), "--from-run absent: there is no such file or folder"),
+    "a run and a model": (
+        ("--from-run", ".", "--model", "{models}/gpt2"),
+        "--from-run draws what a run wrote; --model cannot be given with it",
+    ),
     "no log": (("--from-run", "."), "--from-run .: no attnmon.jsonl in it"),
 }
 
