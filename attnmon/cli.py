@@ -1,4 +1,4 @@
-"""The command line: ``attnmon demo | doctor``.
+"""The command line: ``attnmon demo | doctor | paper``.
 
 A command is an entry of ``COMMANDS``: its name, one line of help, a function that declares its arguments and one
 that runs it and returns the exit status. What a command needs beyond the standard library is imported when it
@@ -20,6 +20,9 @@ from attnmon.errors import AttnmonError, MissingExtra
 
 USER_ERROR = 2
 """Exit status of a command that was asked for something impossible; nothing has been written then."""
+
+PAPER_EXPERIMENTS = ("distance-length", "distance-topn", "critical-n", "separability", "sensitivity", "normalizers")
+"""The same as ``attnmon.theory.paper.options.EXPERIMENTS``, which would take an import of torch."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ def _demo(args: argparse.Namespace) -> int:
             f"--steps {args.steps} is too few for a fault: it is planted half-way and an alert needs up to 10 steps; "
             "give --steps 20 or more, or --fault none"
         )
-    text = _read_text(getattr(args, "text", None), at_least=args.batch * args.length)
+    text = _read_text(getattr(args, "text", None), args.batch * args.length, "--batch times --length asks")
     _check_writable(args.logdir)
     for package in ("pytorch_lightning", "transformers", "tensorboard", "PIL"):
         if not _installed(package):
@@ -150,8 +153,8 @@ def _installed(package: str) -> bool:
         return False
 
 
-def _read_text(path: Path | None, at_least: int) -> bytes:
-    """The bytes to train on, or an error that says how many there are and how many it takes."""
+def _read_text(path: Path | None, at_least: int, who: str = "--text asks") -> bytes:
+    """The bytes of a text, or an error that says how many there are, how many it takes and ``who`` asks for them."""
     if path is None:
         from pydoc_data.topics import topics
 
@@ -163,21 +166,19 @@ def _read_text(path: Path | None, at_least: int) -> bytes:
         except OSError as error:
             raise AttnmonError(f"cannot read {name}: {error.strerror}") from error
     if len(data) < at_least:
-        raise AttnmonError(
-            f"{name} has {len(data):,} bytes; --batch times --length asks for at least {at_least:,} of them"
-        )
+        raise AttnmonError(f"{name} has {len(data):,} bytes; {who} for at least {at_least:,} of them")
     return data
 
 
-def _check_writable(directory: Path) -> None:
+def _check_writable(directory: Path, option: str = "--logdir") -> None:
     """Whether ``directory`` is, or can be made, a folder to write in; makes nothing."""
     parent = directory
     while not os.path.exists(parent) and parent != parent.parent:
         parent = parent.parent
     if not os.path.isdir(parent):
-        raise AttnmonError(f"cannot write to --logdir {directory}: {parent} is not a directory")
+        raise AttnmonError(f"cannot write to {option} {directory}: {parent} is not a directory")
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise AttnmonError(f"cannot write to --logdir {directory}: no permission to write in {parent}")
+        raise AttnmonError(f"cannot write to {option} {directory}: no permission to write in {parent}")
 
 
 def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
@@ -194,6 +195,108 @@ def _doctor(args: argparse.Namespace) -> int:
     return doctor.run(args.target)
 
 
+def _paper_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        default=argparse.SUPPRESS,
+        metavar="DIR_OR_NAME",
+        help="a causal transformers model: a folder, or a name in the local cache (default: train a small GPT-2 first)",
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        default=argparse.SUPPRESS,
+        metavar="FILE",
+        help="what the model reads (default: the help topics that come with Python)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=argparse.SUPPRESS,
+        metavar="DIR",
+        help="folder of results; what is finished there is not done again "
+        "(default: runs/attnmon-paper, with --from-run LOGDIR/paper)",
+    )
+    parser.add_argument(
+        "--experiment",
+        action="append",
+        choices=(*PAPER_EXPERIMENTS, "all"),
+        default=argparse.SUPPRESS,
+        help="which; may be given several times (default: all)",
+    )
+    parser.add_argument(
+        "--from-run",
+        type=Path,
+        default=argparse.SUPPRESS,
+        metavar="LOGDIR",
+        help="instead, draw separability and sensitivity over the steps of a run monitored with a JSON Lines writer",
+    )
+    lengths, top_n = (32, 64, 128, 256, 512, 1024), (1, 5, 10, 20, 100)
+    parser.add_argument("--lengths", type=_integer(2), nargs="+", default=lengths, metavar="L", help="tokens read")
+    parser.add_argument("--top-n", type=_integer(1), nargs="+", default=top_n, metavar="N", help="selected keys")
+    parser.add_argument("--length-n", type=_integer(1), default=5, metavar="N", help="N of distance-length")
+    parser.add_argument("--chunks", type=_integer(1), default=4, metavar="N", help="pieces of text, each the longest L")
+    parser.add_argument("--draws", type=_integer(2), default=4, metavar="N", help="random sets a row and N")
+    parser.add_argument("--level", type=float, default=0.01, metavar="P", help="of the Kolmogorov-Smirnov test")
+    parser.add_argument(
+        "--tokens",
+        choices=("value", "value_raw", "hidden"),
+        default="value",
+        help="vectors x: value vectors of unit length, as they are, or hidden states of unit length",
+    )
+    parser.add_argument("--seed", type=_integer(0, 2**32 - 1), default=0, metavar="N", help="random seed")
+    parser.add_argument("--device", default="cpu", metavar="DEVICE", help="where the model and the arithmetic run")
+    parser.add_argument(
+        "--train-steps", type=_integer(1), default=400, metavar="N", help="of the small GPT-2, without --model"
+    )
+    parser.add_argument("--restart", action="store_true", help="drop results of other settings in --out")
+
+
+def _paper(args: argparse.Namespace) -> int:
+    log: Path | None = getattr(args, "from_run", None)
+    out: Path = getattr(args, "out", Path("runs/attnmon-paper") if log is None else log / "paper")
+    meaningless = [f"--{name}" for name in ("model", "text", "experiment") if log is not None and hasattr(args, name)]
+    if meaningless:
+        raise AttnmonError(f"--from-run draws what a run wrote; {', '.join(meaningless)} cannot be given with it")
+    _check_writable(out, "--out")
+    for package in ("transformers", "matplotlib", "jinja2", "scipy", "rich", "entmax"):
+        if not _installed(package):
+            raise MissingExtra(package, "paper", "attnmon paper")
+    if log is not None:
+        from attnmon.theory.paper.from_run import write_run_report
+
+        written = write_run_report(log, out)
+    else:
+        path: Path | None = getattr(args, "text", None)
+        text = _read_text(path, at_least=1)
+        from attnmon.theory.paper import command
+        from attnmon.theory.paper.options import Options
+
+        asked = getattr(args, "experiment", ["all"])
+        written = command.run(
+            Options(
+                text=text,
+                text_name="the built-in text" if path is None else f"--text {path}",
+                out=out,
+                model=getattr(args, "model", None),
+                experiments=tuple(name for name in PAPER_EXPERIMENTS if name in asked or "all" in asked),
+                lengths=tuple(args.lengths),
+                top_n=tuple(args.top_n),
+                length_top_n=args.length_n,
+                chunks=args.chunks,
+                draws=args.draws,
+                tokens=args.tokens,
+                level=args.level,
+                seed=args.seed,
+                device=args.device,
+                train_steps=args.train_steps,
+                restart=args.restart,
+            )
+        )
+    print(f"Wrote {len(written)} files to {out}; open\n  {written[-1]}")
+    return 0
+
+
 COMMANDS = (
     Command(
         "demo",
@@ -206,6 +309,12 @@ COMMANDS = (
         "say which attention modules of a model would be watched, and why others would not, without training",
         _doctor_arguments,
         _doctor,
+    ),
+    Command(
+        "paper",
+        "repeat the paper's five experiments on a causal model and set its claims beside what is measured",
+        _paper_arguments,
+        _paper,
     ),
 )
 

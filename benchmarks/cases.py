@@ -64,4 +64,7 @@ SAMPLING = (
     SamplingCase("synthetic", layers=1, dim=768, heads=12, length=512, batch=8, sigmas=(0.3, 12.0)),
 )
 
+PAPER = ("distance-length", "distance-topn", "critical-n", "separability", "sensitivity", "together")
+"""The paper's five experiments, each alone, and all of them on the same forwards."""
+
 SAMPLING_QUICK = (SamplingCase("synthetic", layers=1, dim=64, heads=4, length=128, batch=8, sigmas=(0.3, 12.0)),)

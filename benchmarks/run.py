@@ -2,6 +2,7 @@
 
 python benchmarks/run.py overhead [--case NAME] [--quick] [--repeats N]
 python benchmarks/run.py sampling [--case NAME] [--quick]
+python benchmarks/run.py paper [--case NAME] [--length L] [--chunks N] [--quick]
 """
 
 from __future__ import annotations
@@ -34,17 +35,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     overhead.add_argument("--repeats", type=int, default=15, help="timed rounds (default: %(default)s)")
     overhead.add_argument("--warmup", type=int, default=2, help="untimed rounds (default: %(default)s)")
     sampling = benchmarks.add_parser("sampling", help="sampled statistics against those of all rows")
-    for subparser, table in ((overhead, cases.OVERHEAD), (sampling, cases.SAMPLING)):
-        names = [case.name for case in table]
+    paper = benchmarks.add_parser("paper", help="the paper's five experiments at GPT-2 124M's shape")
+    paper.add_argument("--length", type=int, action="append", help="only this one; may be repeated")
+    paper.add_argument("--chunks", type=int, default=4, help="pieces of text (default: %(default)s)")
+    for subparser, names in (
+        (overhead, [case.name for case in cases.OVERHEAD]),
+        (sampling, [case.name for case in cases.SAMPLING]),
+        (paper, list(cases.PAPER)),
+    ):
         subparser.add_argument("--case", action="append", choices=names, help="only this one; may be repeated")
         subparser.add_argument("--quick", action="store_true", help="one tiny case, to see that it works")
         subparser.add_argument("--output", type=Path, help="JSON file (default: benchmarks/results/, not with --quick)")
     args = parser.parse_args(argv)
 
-    results = run_overhead(args) if args.benchmark == "overhead" else run_sampling(args)
+    results = {"overhead": run_overhead, "sampling": run_sampling, "paper": run_paper}[args.benchmark](args)
     output = args.output
     if output is None and not args.quick:
-        part = "-" + "-".join(args.case) if args.case else ""
+        lengths = [f"L{length}" for length in getattr(args, "length", None) or ()]
+        part = "".join(f"-{name}" for name in (*(args.case or ()), *lengths))
         output = RESULTS / f"{args.benchmark}-cpu{part}.json"
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -83,6 +91,22 @@ def run_sampling(args: argparse.Namespace) -> list[dict[str, Any]]:
             sampling.COLUMNS,
             sampling.rows(results[-1]),
         )
+    return results
+
+
+def run_paper(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure and print how long the paper's experiments take."""
+    from benchmarks import paper
+
+    shape, lengths = (paper.QUICK, (32, 64)) if args.quick else (paper.GPT2, paper.LENGTHS)
+    chunks = 1 if args.quick else args.chunks
+    subject = paper.build(shape, lengths, chunks)
+    results = []
+    for case in args.case or cases.PAPER:
+        print(f"measuring {case} ...", file=sys.stderr, flush=True)
+        results.append(paper.measure(subject, case, lengths, chunks, args.length))
+    title = f"The paper's experiments, {shape.layers} x {shape.heads} heads, wall time, {machine()['line']}"
+    print_table(title, paper.COLUMNS, [paper.row(one) for one in results])
     return results
 
 

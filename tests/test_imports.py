@@ -31,6 +31,7 @@ LEVELS = {
     "cli": 4,
     "demo": 4,
     "doctor": 4,
+    "theory": 4,
     "__init__": 5,
 }
 APART = {1, 3}  # parts of these levels never import one another
@@ -41,8 +42,20 @@ OPTIONAL = {
     "pytorch_lightning": {"attnmon.lightning", "attnmon.demo"},
     "tensorboard": {"attnmon.writers.tensorboard"},
     "PIL": {"attnmon.writers.heatmap"},
-    "transformers": {"attnmon.huggingface", "attnmon.demo", "attnmon.capture.registry"},
+    "transformers": {
+        "attnmon.huggingface",
+        "attnmon.demo",
+        "attnmon.capture.registry",
+        "attnmon.theory.paper.model",
+        "attnmon.theory.paper.small_model",
+    },
     "triton": {"attnmon.stats.triton_kernel"},
+    "scipy": {"attnmon.theory.critical"},
+    "matplotlib": {"attnmon.theory.paper.figures", "attnmon.theory.paper.report", "attnmon.theory.paper.from_run"},
+    "jinja2": {"attnmon.theory.paper.page"},
+    "rich": {"attnmon.theory.paper.progress"},
+    "pyarrow": {"attnmon.theory.paper.store"},
+    "entmax": {"attnmon.theory.normalizers"},
 }
 CORE = {"torch", "numpy", "attnmon"}
 
@@ -149,7 +162,8 @@ sys.meta_path.insert(0, Block())
 """
 
 OPTIONAL_PACKAGES = (
-    "tensorboard", "PIL", "rich", "lightning", "pytorch_lightning", "transformers", "scipy", "matplotlib", "triton"
+    "tensorboard", "PIL", "rich", "lightning", "pytorch_lightning", "transformers", "scipy", "matplotlib", "triton",
+    "jinja2", "entmax", "pyarrow",
 )  # fmt: skip
 
 
@@ -170,12 +184,30 @@ def test_the_core_needs_no_optional_package():
     assert "watch" in done.stdout
 
 
-@pytest.mark.parametrize("command", [["demo"], ["demo", "--help"], ["--help"]])
+def test_the_theory_needs_scipy_and_entmax_only_where_they_are_used():
+    done = run_blocked(
+        "import torch\n"
+        "from attnmon import theory\n"
+        "from attnmon.errors import MissingExtra\n"
+        "from attnmon.theory.normalizers import Softmax, Sparsemax\n"
+        "p = Softmax().weights(torch.zeros(6))\n"
+        "assert float(theory.top_n_distance(p, torch.eye(6), 2)) > 0\n"
+        "for use in (lambda: Sparsemax().weights(p), lambda: theory.ks_test([0.0, 1.0], [2.0])):\n"
+        "    try:\n"
+        "        use()\n"
+        "    except MissingExtra as error:\n"
+        "        print(error)\n"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("pip install 'attnmon[paper]'") == 2
+
+
+@pytest.mark.parametrize("command", [["demo"], ["demo", "--help"], ["paper"], ["paper", "--help"], ["--help"]])
 def test_the_command_line_without_extras(command):
     done = run_blocked(f"from attnmon.cli import main\nsys.exit(main({command!r}))")
     if "--help" in command:
         assert done.returncode == 0, done.stderr
     else:
         assert done.returncode == 2, done.stderr
-        assert "pip install 'attnmon[demo]'" in done.stderr
+        assert f"pip install 'attnmon[{command[0]}]'" in done.stderr
         assert "Traceback" not in done.stderr
