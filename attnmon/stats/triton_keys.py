@@ -1,0 +1,477 @@
+"""The two passes over the keys: ``select`` reads K, ``spread`` reads K again and the token vectors.
+
+A program owns a tile: BM rows (sampled positions x query heads) of one sequence and key head, and one of SPLITS
+parts of the keys that any of its rows can see. Nothing of size rows x Lk leaves it: a part of the keys is a few
+numbers per row, which ``triton_rows`` merges. Both passes get a logit by the same operations on the same tiles,
+so that a row's K-th largest logit, found by the first, parts the keys exactly in the second.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attnmon.stats.triton_math import expm1, tanh
+
+NOWHERE = tl.constexpr(2147483647)  # beyond every key
+LOWEST = tl.constexpr(-1.0e30)  # a running maximum's start: finite, so that 0 * LOWEST is 0
+INFINITY = tl.constexpr(float("inf"))
+
+# Fields of a row's partial results, as ``select`` leaves them for each split; all float32.
+S_MAX = tl.constexpr(0)  # largest logit m
+S_TAIL = tl.constexpr(1)  # sum of e = exp(z - m) over keys beyond the split's K largest
+S_TAIL_SQUARE = tl.constexpr(2)  # sum of e^2
+S_TAIL_DOT = tl.constexpr(3)  # sum of e (z - m)
+S_COUNT = tl.constexpr(4)  # visible keys
+S_MEAN = tl.constexpr(5)  # of z - m over them
+S_SQUARES = tl.constexpr(6)  # sum of squared differences from the mean
+S_FIRST = tl.constexpr(7)  # logit of the sequence's first key, -inf if it is not here
+S_NORM = tl.constexpr(8)  # sum of squares of the direction
+S_FARTHEST = tl.constexpr(9)  # its largest entry
+S_UNCAPPED = tl.constexpr(10)  # largest logit without softcap
+S_BAD = tl.constexpr(11)  # 1 if a visible logit is not finite
+S_FIELDS = 12
+
+# ... and of ``spread``; sums run over keys beyond the row's K largest.
+P_RATIO = tl.constexpr(0)  # sum of e / (Lambda - e), Lambda the eigenvalue's estimate
+P_RATIO_SQUARE = tl.constexpr(1)
+P_MOVE = tl.constexpr(2)  # sum of e y, y the relative change of e against that of the largest key
+P_MOVE_E = tl.constexpr(3)  # sum of e^2 y
+P_MOVE_SQUARE = tl.constexpr(4)  # sum of e^2 y^2
+P_FAR = tl.constexpr(5)  # sum of distances to s
+P_LEAST = tl.constexpr(6)  # least excess of a squared distance over |s|^2
+P_LEAST_E = tl.constexpr(7)  # e of that key
+P_BROKEN = tl.constexpr(8)  # 1 if a visible key's token vector is not finite
+P_MOVED_MAX = tl.constexpr(9)  # of a step so large that exp of it overflows: largest moved logit
+P_MOVED = tl.constexpr(10)  # sum of moved weights, relative to that
+P_MOVED_SQUARE = tl.constexpr(11)
+P_MOVED_E = tl.constexpr(12)  # sum of moved weight times e
+P_FIELDS = 13
+
+# Fields of a merged row.
+R_MAX = tl.constexpr(0)
+R_COUNT = tl.constexpr(1)
+R_BAD = tl.constexpr(2)
+R_STD = tl.constexpr(3)
+R_OTHERS = tl.constexpr(4)  # sum of e over all keys but the largest
+R_DOT = tl.constexpr(5)  # sum of e (z - m) over all keys
+R_FIRST = tl.constexpr(6)  # e of the first key
+R_TOP = tl.constexpr(7)  # sum of the N largest e
+R_UNCAPPED = tl.constexpr(8)
+R_TAIL = tl.constexpr(9)
+R_TAIL_SQUARE = tl.constexpr(10)
+R_MU = tl.constexpr(11)  # Lambda - e_2
+R_STEP = tl.constexpr(12)  # what a direction's entries are multiplied by
+R_DIRECTION = tl.constexpr(13)  # the direction's entry at the largest key
+R_REACH = tl.constexpr(14)  # largest move of a key relative to the largest key's
+R_S_SQUARE = tl.constexpr(15)  # |s|^2
+R_BROKEN = tl.constexpr(16)
+R_SECOND = tl.constexpr(17)  # e_2
+R_FIELDS = 18
+
+EXPONENT_LIMIT = tl.constexpr(40.0)  # larger moves would overflow the squares of ``P_MOVE_SQUARE``
+
+
+@triton.jit
+def _rows_of_tile(rows, row_stride, field_stride, s, tile, num_rows, GROUP: tl.constexpr, BM: tl.constexpr):
+    """Row numbers of a tile within its sequence and key head, head in group, position and key range; each [BM]."""
+    row = tile * BM + tl.arange(0, BM)
+    inside = row < num_rows
+    at = rows + s * row_stride + row // GROUP
+    position = tl.load(at, mask=inside, other=0)
+    low = tl.load(at + field_stride, mask=inside, other=0)
+    high = tl.load(at + 2 * field_stride, mask=inside, other=0)
+    return row, inside, at, position, low, high
+
+
+@triton.jit
+def _keys_of_split(low, high, split, SPLITS: tl.constexpr, BN: tl.constexpr):
+    """[start, stop) of a split of the keys that any of the rows can see, in whole blocks."""
+    sees = high > low
+    begin = tl.min(tl.where(sees, low, NOWHERE), 0) // BN * BN
+    end = tl.max(tl.where(sees, high, 0), 0)
+    begin = tl.minimum(begin, end)
+    chunk = (end - begin + SPLITS * BN - 1) // (SPLITS * BN) * BN
+    start = begin + split * chunk
+    return start, tl.minimum(start + chunk, end)
+
+
+@triton.jit
+def _query_chunk(q_rows, q_stride_d, inside, FIRST: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    d = FIRST + tl.arange(0, BD)
+    return tl.load(q_rows[:, None] + d[None, :] * q_stride_d, mask=inside[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _products(
+    q_first, q_rows, q_stride_d, inside, k_block, k_stride_l, k_stride_d, num_here,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """q.k of a tile's rows and a block of keys, float32 [BM, BN]; ``num_here`` of the keys exist.
+
+    WIDEN: products in float32 of numbers that are narrower; exact for 16 bits either way.
+    """
+    n = tl.arange(0, BN)
+    product = tl.zeros([BM, BN], tl.float32)
+    for first in tl.static_range(0, D, BD):
+        d = first + tl.arange(0, BD)
+        if first == 0:
+            q = q_first
+        else:
+            q = _query_chunk(q_rows, q_stride_d, inside, first, D, BD)
+        k = tl.load(
+            k_block + n[:, None] * k_stride_l + d[None, :] * k_stride_d,
+            mask=(n < num_here)[:, None] & (d < D)[None, :],
+            other=0.0,
+        )
+        if WIDEN:
+            q, k = q.to(tl.float32), k.to(tl.float32)
+        product = tl.dot(q, tl.trans(k), product, input_precision="ieee")
+    return product
+
+
+@triton.jit
+def _visible_logits(
+    product, scale, softcap, low, high, start, padding_row, padding_stride, padding_least,
+    mask_rows, mask_stride, mask_least, num_keys,
+    BN: tl.constexpr, PADDING: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """z and, with a softcap, z without it; and which keys are visible. PADDING and MASK: 0 none, 1 bool, 2 float."""
+    j = start + tl.arange(0, BN)
+    visible = (j[None, :] >= low[:, None]) & (j[None, :] < high[:, None])
+    z = product * scale
+    raw = z
+    if CAP:
+        z = softcap * tanh(z / softcap)
+    if PADDING > 0:
+        padding = tl.load(padding_row + j.to(tl.int64) * padding_stride, mask=j < num_keys, other=0)
+        if PADDING == 1:
+            visible &= (padding == 0)[None, :]
+        else:
+            bias = padding.to(tl.float32)
+            visible &= ((bias <= padding_least) == 0)[None, :]
+            z += bias[None, :]
+            raw += bias[None, :]
+    if MASK > 0:
+        mask = tl.load(mask_rows[:, None] + j.to(tl.int64)[None, :] * mask_stride, mask=visible, other=0)
+        if MASK == 1:
+            visible &= mask != 0
+        else:
+            added = mask.to(tl.float32)
+            visible &= (added <= mask_least) == 0
+            z += added
+            raw += added
+    return z, raw, visible
+
+
+@triton.jit
+def _direction(table, offset, j, visible, TABLE: tl.constexpr):
+    """Entries of the rows' directions, 0 at hidden keys."""
+    return tl.load(table + ((offset[:, None] + j[None, :]) & (TABLE - 1)), mask=visible, other=0.0)
+
+
+@triton.jit(do_not_specialize=["first_sequence", "sequence_step", "num_tiles", "num_groups", "num_keys"])
+def select(
+    q, k, rows, padding, mask, table, partial, list_z, list_i,
+    scale, softcap, padding_least, mask_least,
+    first_sequence, sequence_step, num_rows, num_tiles, num_groups, num_keys, num_total, row_stride, field_stride,
+    q_stride_b, q_stride_h, q_stride_l, q_stride_d, k_stride_b, k_stride_h, k_stride_l, k_stride_d,
+    padding_stride_b, padding_stride_l, mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k,
+    GROUP: tl.constexpr, D: tl.constexpr, WIDEN: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    SPLITS: tl.constexpr, PADDING: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr, FD: tl.constexpr,
+    TABLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """First pass: the K largest logits of each row, and sums over the others."""
+    pid = tl.program_id(0)
+    split = pid % SPLITS
+    tile = pid // SPLITS % num_tiles
+    sg = pid // (SPLITS * num_tiles)
+    s = (sg // num_groups).to(tl.int64)
+    g = (sg % num_groups).to(tl.int64)
+    b = first_sequence + s * sequence_step
+    row, inside, at, position, low, high = _rows_of_tile(
+        rows, row_stride, field_stride, s, tile, num_rows, GROUP, BM
+    )
+    head = g * GROUP + row % GROUP
+    first_key = tl.load(at + 3 * field_stride, mask=inside, other=-1)
+    offset = tl.load(at + 4 * field_stride, mask=inside, other=0)
+    start, stop = _keys_of_split(low, high, split, SPLITS, BN)
+    q_rows = q + b * q_stride_b + head * q_stride_h + position.to(tl.int64) * q_stride_l
+    q_first = _query_chunk(q_rows, q_stride_d, inside, 0, D, BD)
+    k_base = k + b * k_stride_b + g * k_stride_h
+    mask_rows = mask + b * mask_stride_b + head * mask_stride_h + position.to(tl.int64) * mask_stride_q
+
+    n = tl.arange(0, BN)
+    slot = tl.arange(0, KP)[None, :]
+    kept_z = tl.full([BM, KP], float("-inf"), tl.float32)
+    kept_i = tl.zeros([BM, KP], tl.int32) + (NOWHERE - slot)  # told apart, and the first to be replaced
+    largest = tl.full([BM], LOWEST, tl.float32)
+    tail = tl.zeros([BM], tl.float32)
+    tail_square = tl.zeros([BM], tl.float32)
+    tail_dot = tl.zeros([BM], tl.float32)
+    count = tl.zeros([BM], tl.float32)
+    mean = tl.zeros([BM], tl.float32)
+    squares = tl.zeros([BM], tl.float32)
+    first_z = tl.full([BM], float("-inf"), tl.float32)
+    norm = tl.zeros([BM], tl.float32)
+    farthest = tl.full([BM], float("-inf"), tl.float32)
+    uncapped = tl.full([BM], float("-inf"), tl.float32)
+    bad = tl.zeros([BM], tl.int32)
+
+    for block in range(start, stop, BN):
+        j = block + n
+        product = _products(
+            q_first, q_rows, q_stride_d, inside, k_base + tl.cast(block, tl.int64) * k_stride_l, k_stride_l, k_stride_d,
+            num_keys - block, D, BM, BN, BD, WIDEN,
+        )  # fmt: skip
+        z, raw, visible = _visible_logits(
+            product, scale, softcap, low, high, block, padding + b * padding_stride_b, padding_stride_l, padding_least,
+            mask_rows, mask_stride_k, mask_least, num_keys, BN, PADDING, MASK, CAP,
+        )  # fmt: skip
+        finite = tl.abs(z) < INFINITY
+        bad = tl.maximum(bad, tl.max((visible & (finite == 0)).to(tl.int32), 1))
+        z = tl.where(visible & finite, z, float("-inf"))
+        if CAP:
+            uncapped = tl.maximum(uncapped, tl.max(tl.where(visible, raw, float("-inf")), 1))
+        first_z = tl.maximum(first_z, tl.max(tl.where(j[None, :] == first_key[:, None], z, float("-inf")), 1))
+        if FD > 0:
+            direction = _direction(table, offset, j, visible, TABLE)
+            norm += tl.sum(direction * direction, 1)
+            if FD == 2:
+                farthest = tl.maximum(farthest, tl.max(tl.where(visible, direction, float("-inf")), 1))
+
+        block_largest, place = tl.max(z, 1, return_indices=True, return_indices_tie_break_left=True)
+        new = tl.maximum(largest, block_largest)
+        shift = largest - new  # <= 0
+        # mean and squares of z - new (Chan, Golub, LeVeque): blocks merge without cancellation
+        here = tl.sum(visible.to(tl.float32), 1)
+        below = tl.where(visible & finite, z - new[:, None], 0.0)
+        block_mean = tl.sum(below, 1) / tl.maximum(here, 1.0)
+        centred = tl.where(visible, below - block_mean[:, None], 0.0)
+        total = tl.maximum(count + here, 1.0)
+        mean = tl.where(count > 0.0, mean + shift, block_mean)
+        gap = tl.where(here > 0.0, block_mean - mean, 0.0)
+        squares += tl.sum(centred * centred, 1) + gap * gap * count * here / total
+        mean += gap * here / total
+        count += here
+
+        # The block's largest key takes the place of the least one kept, which takes its place in the block, until no
+        # key of the block belongs among the K largest. Of equal keys the first stays: blocks ascend.
+        least = tl.min(tl.where(slot < K, kept_z, INFINITY), 1)
+        taken = block_largest > least
+        while tl.max(taken.to(tl.int32), 0) > 0:
+            lowest = (kept_z == least[:, None]) & (slot < K)
+            last = tl.max(tl.where(lowest, kept_i, -1), 1)
+            out = lowest & (kept_i == last[:, None]) & taken[:, None]
+            kept_z = tl.where(out, block_largest[:, None], kept_z)
+            kept_i = tl.where(out, (block + place)[:, None], kept_i)
+            z = tl.where((n[None, :] == place[:, None]) & taken[:, None], least[:, None], z)
+            block_largest, place = tl.max(z, 1, return_indices=True, return_indices_tie_break_left=True)
+            least = tl.min(tl.where(slot < K, kept_z, INFINITY), 1)
+            taken = block_largest > least
+
+        decay = tl.exp(shift)
+        depth = z - new[:, None]
+        e = tl.exp(depth)
+        tail_dot = decay * (tail_dot + shift * tail) + tl.sum(tl.where(e > 0.0, e * depth, 0.0), 1)
+        tail = decay * tail + tl.sum(e, 1)
+        tail_square = decay * decay * tail_square + tl.sum(e * e, 1)
+        largest = new
+
+    at_row = sg.to(tl.int64) * num_rows + row
+    out_row = partial + split.to(tl.int64) * (12 * num_total) + at_row
+    tl.store(out_row + S_MAX * num_total, largest, mask=inside)
+    tl.store(out_row + S_TAIL * num_total, tail, mask=inside)
+    tl.store(out_row + S_TAIL_SQUARE * num_total, tail_square, mask=inside)
+    tl.store(out_row + S_TAIL_DOT * num_total, tail_dot, mask=inside)
+    tl.store(out_row + S_COUNT * num_total, count, mask=inside)
+    tl.store(out_row + S_MEAN * num_total, mean, mask=inside)
+    tl.store(out_row + S_SQUARES * num_total, squares, mask=inside)
+    tl.store(out_row + S_FIRST * num_total, first_z, mask=inside)
+    tl.store(out_row + S_NORM * num_total, norm, mask=inside)
+    tl.store(out_row + S_FARTHEST * num_total, farthest, mask=inside)
+    tl.store(out_row + S_UNCAPPED * num_total, uncapped, mask=inside)
+    tl.store(out_row + S_BAD * num_total, bad.to(tl.float32), mask=inside)
+    place_of = (at_row * SPLITS + split)[:, None] * KP + slot
+    tl.store(list_z + place_of, kept_z, mask=inside[:, None])
+    tl.store(list_i + place_of, kept_i, mask=inside[:, None])
+
+
+@triton.jit
+def _pull(
+    s_rows, scale_s, inside, x_block, x_stride_l, x_stride_d, num_here,
+    E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr, TERMS: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """s.x of a tile's rows and a block of token vectors, [BM, BN], and |x|^2, [BN]; both float32.
+
+    x stays in its own 16 bits: s, brought to unit length, is taken apart into TERMS numbers of that width, which
+    hold 22 or 24 of its bits, so that nothing is lost to the narrow type.
+    """
+    n = tl.arange(0, BN)
+    product = tl.zeros([BM, BN], tl.float32)
+    square = tl.zeros([BN], tl.float32)
+    for first in tl.static_range(0, E, BE):
+        d = first + tl.arange(0, BE)
+        s = tl.load(s_rows[:, None] + d[None, :], mask=inside[:, None] & (d < E)[None, :], other=0.0)
+        x = tl.load(
+            x_block + n[:, None] * x_stride_l + d[None, :] * x_stride_d,
+            mask=(n < num_here)[:, None] & (d < E)[None, :],
+            other=0.0,
+        )
+        wide = x.to(tl.float32)
+        square += tl.sum(wide * wide, 1)
+        s *= scale_s[:, None]
+        if TERMS == 1:
+            product = tl.dot(s, tl.trans(x), product, input_precision="ieee")
+        else:
+            turned = tl.trans(wide if WIDEN else x)
+            for _ in tl.static_range(TERMS):
+                part = s.to(x.dtype)
+                s -= part.to(tl.float32)
+                product = tl.dot(part.to(turned.dtype), turned, product, input_precision="ieee")
+    return product, square
+
+
+@triton.jit(do_not_specialize=["first_sequence", "sequence_step", "num_tiles", "num_groups", "num_keys"])
+def spread(
+    q, k, x, rows, padding, mask, table, record, list_z, list_i, s_vectors, partial, nearest,
+    scale, softcap, padding_least, mask_least,
+    first_sequence, sequence_step, num_rows, num_tiles, num_groups, num_keys, num_total, row_stride, field_stride,
+    q_stride_b, q_stride_h, q_stride_l, q_stride_d, k_stride_b, k_stride_h, k_stride_l, k_stride_d,
+    x_stride_b, x_stride_h, x_stride_l, x_stride_d,
+    padding_stride_b, padding_stride_l, mask_stride_b, mask_stride_h, mask_stride_q, mask_stride_k,
+    GROUP: tl.constexpr, D: tl.constexpr, WIDEN: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    SPLITS: tl.constexpr, PADDING: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr, FD: tl.constexpr,
+    TABLE: tl.constexpr, JACOBIAN: tl.constexpr, TOKENS: tl.constexpr, E: tl.constexpr, TERMS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """Second pass: what depends on a row's largest logit, its K largest and s; sums over the other keys.
+
+    TOKENS: 0 none, 1 of unit length, 2 as they are. FD: 0 none, 1 a step, 2 one that may overflow exp.
+    """
+    pid = tl.program_id(0)
+    split = pid % SPLITS
+    tile = pid // SPLITS % num_tiles
+    sg = pid // (SPLITS * num_tiles)
+    s = (sg // num_groups).to(tl.int64)
+    g = (sg % num_groups).to(tl.int64)
+    b = first_sequence + s * sequence_step
+    row, inside, at, position, low, high = _rows_of_tile(
+        rows, row_stride, field_stride, s, tile, num_rows, GROUP, BM
+    )
+    head = g * GROUP + row % GROUP
+    offset = tl.load(at + 4 * field_stride, mask=inside, other=0)
+    start, stop = _keys_of_split(low, high, split, SPLITS, BN)
+    q_rows = q + b * q_stride_b + head * q_stride_h + position.to(tl.int64) * q_stride_l
+    q_first = _query_chunk(q_rows, q_stride_d, inside, 0, D, BD)
+    k_base = k + b * k_stride_b + g * k_stride_h
+    mask_rows = mask + b * mask_stride_b + head * mask_stride_h + position.to(tl.int64) * mask_stride_q
+
+    at_row = sg.to(tl.int64) * num_rows + row
+    own = record + at_row
+    largest = tl.load(own + R_MAX * num_total, mask=inside, other=0.0)
+    last_z = tl.load(list_z + at_row * KP + (K - 1), mask=inside, other=float("-inf"))
+    last_i = tl.load(list_i + at_row * KP + (K - 1), mask=inside, other=0)
+    if JACOBIAN:
+        root = tl.load(own + R_MU * num_total, mask=inside, other=1.0) + tl.load(
+            own + R_SECOND * num_total, mask=inside, other=1.0
+        )
+        above = root * 1.00000012 + 1e-30  # just above every other weight, should the root sit on one
+        ratio_sum = tl.zeros([BM], tl.float32)
+        ratio_square = tl.zeros([BM], tl.float32)
+    if FD > 0:
+        step = tl.load(own + R_STEP * num_total, mask=inside, other=0.0)
+        origin = tl.load(own + R_DIRECTION * num_total, mask=inside, other=0.0)
+        move = tl.zeros([BM], tl.float32)
+        move_e = tl.zeros([BM], tl.float32)
+        move_square = tl.zeros([BM], tl.float32)
+        if FD == 2:
+            moved_max = tl.full([BM], LOWEST, tl.float32)
+            moved = tl.zeros([BM], tl.float32)
+            moved_square = tl.zeros([BM], tl.float32)
+            moved_e = tl.zeros([BM], tl.float32)
+    if TOKENS > 0:
+        s_square = tl.load(own + R_S_SQUARE * num_total, mask=inside, other=0.0)
+        length_s = tl.sqrt(s_square)
+        unit_s = 1.0 / tl.where(length_s > 0.0, length_s, 1.0)
+        far = tl.zeros([BM], tl.float32)
+        least = tl.full([BM], INFINITY, tl.float32)
+        least_e = tl.zeros([BM], tl.float32)
+        least_i = tl.zeros([BM], tl.int32)
+        broken = tl.zeros([BM], tl.int32)
+        x_base = x + b * x_stride_b + g * x_stride_h
+
+    for block in range(start, stop, BN):
+        j = block + tl.arange(0, BN)
+        product = _products(
+            q_first, q_rows, q_stride_d, inside, k_base + tl.cast(block, tl.int64) * k_stride_l, k_stride_l, k_stride_d,
+            num_keys - block, D, BM, BN, BD, WIDEN,
+        )  # fmt: skip
+        z, raw, visible = _visible_logits(
+            product, scale, softcap, low, high, block, padding + b * padding_stride_b, padding_stride_l, padding_least,
+            mask_rows, mask_stride_k, mask_least, num_keys, BN, PADDING, MASK, CAP,
+        )  # fmt: skip
+        beyond = (z < last_z[:, None]) | ((z == last_z[:, None]) & (j[None, :] > last_i[:, None]))
+        beyond &= visible
+        depth = tl.where(beyond, z - largest[:, None], float("-inf"))
+        e = tl.exp(depth)
+        if JACOBIAN:
+            ratio = e / (above[:, None] - e)
+            ratio_sum += tl.sum(ratio, 1)
+            ratio_square += tl.sum(ratio * ratio, 1)
+        if FD > 0:
+            ahead = (_direction(table, offset, j, visible, TABLE) - origin[:, None]) * step[:, None]
+            y = tl.where(beyond, expm1(tl.minimum(ahead, EXPONENT_LIMIT)), 0.0)
+            ey = e * y
+            move += tl.sum(ey, 1)
+            move_e += tl.sum(e * ey, 1)
+            move_square += tl.sum(ey * ey, 1)
+            if FD == 2:
+                lifted = depth + tl.where(beyond, ahead, 0.0)
+                new = tl.maximum(moved_max, tl.max(lifted, 1))
+                decay = tl.exp(moved_max - new)
+                w = tl.exp(lifted - new[:, None])
+                moved = moved * decay + tl.sum(w, 1)
+                moved_square = moved_square * decay * decay + tl.sum(w * w, 1)
+                moved_e = moved_e * decay + tl.sum(w * e, 1)
+                moved_max = new
+        if TOKENS > 0:
+            pull, square = _pull(
+                s_vectors + at_row * E, unit_s, inside, x_base + tl.cast(block, tl.int64) * x_stride_l, x_stride_l,
+                x_stride_d, num_keys - block, E, BM, BN, BE, TERMS, WIDEN,
+            )  # fmt: skip
+            broken = tl.maximum(broken, tl.max((visible & ((square < INFINITY) == 0)[None, :]).to(tl.int32), 1))
+            weight = e
+            if TOKENS == 1:
+                weight = e / tl.where(square > 0.0, tl.sqrt(square), 1.0)[None, :]
+            # D^2 - |s|^2 = w (w |x|^2 - 2 s.x), w = e or e / |x|
+            excess = weight * (weight * square[None, :] - 2.0 * length_s[:, None] * pull)
+            excess = tl.where(beyond, excess, INFINITY)
+            distance = tl.sqrt(tl.maximum(excess + s_square[:, None], 0.0))
+            far += tl.sum(tl.where(beyond, distance, 0.0), 1)
+            block_least, place = tl.min(excess, 1, return_indices=True, return_indices_tie_break_left=True)
+            nearer = block_least < least
+            found = tl.sum(tl.where(tl.arange(0, BN)[None, :] == place[:, None], e, 0.0), 1)
+            least = tl.where(nearer, block_least, least)
+            least_e = tl.where(nearer, found, least_e)
+            least_i = tl.where(nearer, block + place, least_i)
+
+    out_row = partial + split.to(tl.int64) * (13 * num_total) + at_row
+    if JACOBIAN:
+        tl.store(out_row + P_RATIO * num_total, ratio_sum, mask=inside)
+        tl.store(out_row + P_RATIO_SQUARE * num_total, ratio_square, mask=inside)
+    if FD > 0:
+        tl.store(out_row + P_MOVE * num_total, move, mask=inside)
+        tl.store(out_row + P_MOVE_E * num_total, move_e, mask=inside)
+        tl.store(out_row + P_MOVE_SQUARE * num_total, move_square, mask=inside)
+        if FD == 2:
+            tl.store(out_row + P_MOVED_MAX * num_total, moved_max, mask=inside)
+            tl.store(out_row + P_MOVED * num_total, moved, mask=inside)
+            tl.store(out_row + P_MOVED_SQUARE * num_total, moved_square, mask=inside)
+            tl.store(out_row + P_MOVED_E * num_total, moved_e, mask=inside)
+    if TOKENS > 0:
+        tl.store(out_row + P_FAR * num_total, far, mask=inside)
+        tl.store(out_row + P_LEAST * num_total, least, mask=inside)
+        tl.store(out_row + P_LEAST_E * num_total, least_e, mask=inside)
+        tl.store(out_row + P_BROKEN * num_total, broken.to(tl.float32), mask=inside)
+        tl.store(nearest + split.to(tl.int64) * num_total + at_row, least_i, mask=inside)
