@@ -13,7 +13,10 @@ torch's caching allocator. Nothing waits for the device, so a call can be captur
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -119,16 +122,68 @@ def reduce_rows(
         unit_tokens: tokens are taken at unit length.
         metrics: the packed metrics' names, joined by commas.
     """
-    launch = _Launch(query, key, tokens, sinks, softcap, tau, fd_epsilon, top_n, unit_tokens, metrics.split(","))
+    arguments = (accumulator, query, key, tokens, rows, live, attn_mask, key_padding_mask, sinks, table, scale)
+    options = (softcap, tau, fd_epsilon, first_sequence, sequence_step, top_n, unit_tokens, metrics)
+    for launch in launches(*arguments, *options):
+        launch.kernel[(launch.programs,)](*launch.arguments, **launch.constants, **launch.options)
+
+
+@reduce_rows.register_fake
+def _(accumulator: Tensor, *arguments: object) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a kernel.
+
+    Attributes:
+        kernel: one of the four.
+        programs: how many run.
+        arguments: tensors and numbers, in the kernel's order.
+        constants: what the kernel is specialised to, by name.
+        options: warps and stages of the compiler.
+    """
+
+    kernel: Any
+    programs: int
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+    options: dict[str, int]
+
+
+def launches(
+    accumulator: Tensor,
+    query: Tensor,
+    key: Tensor,
+    tokens: Tensor | None,
+    rows: Tensor,
+    live: Tensor | None,
+    attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    sinks: Tensor | None,
+    table: Tensor,
+    scale: float,
+    softcap: float,
+    tau: float,
+    fd_epsilon: float,
+    first_sequence: int,
+    sequence_step: int,
+    top_n: int,
+    unit_tokens: bool,
+    metrics: str,
+) -> Iterator[Launch]:
+    """The launches that ``reduce_rows`` makes with these arguments, in order."""
+    reducer = _Reducer(query, key, tokens, sinks, softcap, tau, fd_epsilon, top_n, unit_tokens, metrics.split(","))
     num_s, num_r = rows.shape[1:]
     heads = query.shape[1]
-    most = max(1, fused.SCRATCH_BYTES // launch.bytes_per_row(num_s * num_r))
+    most = max(1, fused.SCRATCH_BYTES // reducer.bytes_per_row(num_s * num_r))
     step_s = max(1, min(num_s, most // heads))
     step_r = max(1, min(num_r, most // (heads * step_s)))
     for s in range(0, num_s, step_s):
         for r in range(0, num_r, step_r):
             part = rows[:, s : s + step_s, r : r + step_r]
-            launch.run(
+            yield from reducer.launches(
                 accumulator,
                 part,
                 None if live is None else live[s : s + step_s, r : r + step_r],
@@ -139,11 +194,6 @@ def reduce_rows(
                 first_sequence + s * sequence_step,
                 sequence_step,
             )
-
-
-@reduce_rows.register_fake
-def _(accumulator: Tensor, *arguments: object) -> None:
-    return None
 
 
 @cache
@@ -158,7 +208,7 @@ def splits_of(programs: int, num_keys: int, device: torch.device) -> int:
     return fused.choose_splits(programs, num_keys, _processors(device))
 
 
-class _Launch:
+class _Reducer:
     """What all launches of a call have in common."""
 
     def __init__(
@@ -204,7 +254,7 @@ class _Launch:
         splits = self._splits(1, rows_of_head * self.group)
         return 4 * _floats_per_row(splits, self.slots, self.width)
 
-    def run(
+    def launches(
         self,
         accumulator: Tensor,
         rows: Tensor,
@@ -215,7 +265,7 @@ class _Launch:
         scale: float,
         first_sequence: int,
         sequence_step: int,
-    ) -> None:
+    ) -> Iterator[Launch]:
         """The launches for some of the rows."""
         query, key, tokens, sinks = self.query, self.key, self.tokens, self.sinks
         num_s, num_r = rows.shape[1:]
@@ -254,31 +304,57 @@ class _Launch:
         }  # fmt: skip
         some_sinks = rows if sinks is None else sinks
         loop = {"num_warps": cut.warps, "num_stages": cut.stages}
+        by_row = {"num_warps": cut.row_warps}
 
-        select[(programs,)](
-            query, key, rows, *masks, table, scratch.selected, scratch.part_z, scratch.part_i, *numbers, *counts,
-            *row_strides, *query.stride(), *key.stride(), *padding_strides, *mask_strides, **flags, **loop,
+        yield Launch(
+            select,
+            programs,
+            (
+                query, key, rows, *masks, table, scratch.selected, scratch.part_z, scratch.part_i, *numbers, *counts,
+                *row_strides, *query.stride(), *key.stride(), *padding_strides, *mask_strides,
+            ),
+            flags,
+            loop,
         )  # fmt: skip
-        merge[(-(-total // cut.BR),)](
-            scratch.selected, scratch.part_z, scratch.part_i, rows, table, some_sinks, tokens, scratch.record,
-            scratch.list_z, scratch.list_i, scratch.near_square, scratch.near_excess, scratch.s_vectors,
-            self.fd_epsilon / self.tau, first_sequence, sequence_step, num_rows, num_groups, total, *row_strides,
-            *x_strides, **row_flags, BR=cut.BR, num_warps=cut.row_warps,
+        yield Launch(
+            merge,
+            -(-total // cut.BR),
+            (
+                scratch.selected, scratch.part_z, scratch.part_i, rows, table, some_sinks, tokens, scratch.record,
+                scratch.list_z, scratch.list_i, scratch.near_square, scratch.near_excess, scratch.s_vectors,
+                self.fd_epsilon / self.tau, first_sequence, sequence_step, num_rows, num_groups, total, *row_strides,
+                *x_strides,
+            ),
+            {**row_flags, "BR": cut.BR},
+            by_row,
         )  # fmt: skip
         if self.jacobian or self.fd or self.with_tokens:
             terms = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}[tokens.dtype]
-            spread[(programs,)](
-                query, key, tokens, rows, *masks, table, scratch.record, scratch.list_z, scratch.list_i,
-                scratch.s_vectors, scratch.spread, scratch.nearest, *numbers, *counts, *row_strides, *query.stride(),
-                *key.stride(), *x_strides, *padding_strides, *mask_strides, **flags, JACOBIAN=self.jacobian,
-                TOKENS=self.with_tokens, E=self.width, TERMS=terms, BE=cut.BE, **loop,
+            yield Launch(
+                spread,
+                programs,
+                (
+                    query, key, tokens, rows, *masks, table, scratch.record, scratch.list_z, scratch.list_i,
+                    scratch.s_vectors, scratch.spread, scratch.nearest, *numbers, *counts, *row_strides,
+                    *query.stride(), *key.stride(), *x_strides, *padding_strides, *mask_strides,
+                ),
+                {
+                    **flags, "JACOBIAN": self.jacobian, "TOKENS": self.with_tokens, "E": self.width, "TERMS": terms,
+                    "BE": cut.BE,
+                },
+                loop,
             )  # fmt: skip
-        finish[(query.shape[1],)](
-            scratch.spread, scratch.nearest, scratch.record, scratch.list_z, scratch.list_i, scratch.near_square,
-            scratch.near_excess, scratch.s_vectors, rows, table, rows if live is None else live.view(torch.uint8),
-            some_sinks, tokens, accumulator, self.tau, self.fd_epsilon, first_sequence, sequence_step, num_rows,
-            num_groups, num_s * num_r, total, query.shape[1], *row_strides, *x_strides, **row_flags,
-            LIVE=live is not None, BR=cut.BF, **self.columns, num_warps=cut.row_warps,
+        yield Launch(
+            finish,
+            query.shape[1],
+            (
+                scratch.spread, scratch.nearest, scratch.record, scratch.list_z, scratch.list_i, scratch.near_square,
+                scratch.near_excess, scratch.s_vectors, rows, table, rows if live is None else live.view(torch.uint8),
+                some_sinks, tokens, accumulator, self.tau, self.fd_epsilon, first_sequence, sequence_step, num_rows,
+                num_groups, num_s * num_r, total, query.shape[1], *row_strides, *x_strides,
+            ),
+            {**row_flags, "LIVE": live is not None, "BR": cut.BF, **self.columns},
+            by_row,
         )  # fmt: skip
 
 

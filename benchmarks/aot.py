@@ -1,0 +1,177 @@
+"""Compiles the fused kernels for devices that are not here, and reads what they need of those.
+
+A call on the CPU tells which launches it would make; their signatures are compiled as a launch would compile them.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from attnmon.calls import make_call
+from attnmon.stats import fused
+from attnmon.stats.directions import direction_table
+from attnmon.stats.packing import Packing
+from attnmon.stats.plan import make_plan
+from attnmon.stats.settings import Settings
+from attnmon.stats.triton_kernel import Launch, launches
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+
+_TYPES = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float64: "*fp64",
+    torch.int32: "*i32",
+    torch.uint8: "*u8",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of call to compile for; ``options`` are arguments of ``make_call``, ``settings`` those of ``Settings``."""
+
+    name: str
+    dtype: torch.dtype = torch.bfloat16
+    head_dim: int = 64
+    value_dim: int | None = None
+    heads: int = 8
+    kv_heads: int = 8
+    length: int = 1024
+    options: tuple[tuple[str, Any], ...] = (("is_causal", True),)
+    settings: tuple[tuple[str, Any], ...] = ()
+    hidden: int | None = None
+
+
+def launches_of(case: Case) -> list[Launch]:
+    """The launches of a call of this kind."""
+    batch, length, dtype = 2, case.length, case.dtype
+
+    def tensor(heads: int, width: int) -> Tensor:  # as models lay them out
+        return torch.empty(batch, length, heads, width, dtype=dtype).transpose(1, 2)
+
+    given = dict(case.options)
+    masks = {
+        "bool": torch.ones(1, 1, length, length, dtype=torch.bool),
+        "float": torch.zeros(1, 1, length, length, dtype=dtype),
+    }
+    paddings = {
+        "bool": torch.zeros(batch, length, dtype=torch.bool),
+        "float": torch.zeros(batch, length, dtype=dtype),
+    }
+    if "attn_mask" in given:
+        given["attn_mask"] = masks[given["attn_mask"]]
+    if "key_padding_mask" in given:
+        given["key_padding_mask"] = paddings[given["key_padding_mask"]]
+    if "sinks" in given:
+        given["sinks"] = torch.zeros(case.heads, dtype=dtype)
+    if case.hidden is not None:
+        given["hidden"] = torch.empty(batch, length, case.hidden, dtype=dtype)
+    call = make_call(
+        tensor(case.heads, case.head_dim),
+        tensor(case.kv_heads, case.head_dim),
+        tensor(case.kv_heads, case.value_dim or case.head_dim),
+        **given,
+    )
+    settings = Settings.create(**dict(case.settings))
+    plan, packing = make_plan(call, settings), Packing(settings.metrics)
+    accumulator = torch.zeros(packing.num_columns, case.heads, dtype=torch.float64)
+    rows = fused.row_table(call, plan)
+    return list(
+        launches(
+            accumulator, call.query, call.key, fused.tokens_of(call, settings), rows, plan.live, call.attn_mask,
+            call.key_padding_mask, call.sinks, direction_table(), call.scale, call.softcap or 0.0, call.tau,
+            settings.fd_epsilon, 0, 1, settings.top_n, settings.tokens != "value_raw", ",".join(packing.metrics),
+        )
+    )  # fmt: skip
+
+
+def source_of(launch: Launch) -> ASTSource:
+    """The launch's kernel with the signature it would be specialised to."""
+    kernel = launch.kernel
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int], Any] = {}
+    attributes: dict[tuple[int], list[list[Any]]] = {}
+    free = set(getattr(kernel, "do_not_specialize", None) or ())
+    for index, name in enumerate(kernel.arg_names):
+        if index >= len(launch.arguments):
+            signature[name] = "constexpr"
+            constants[(index,)] = launch.constants[name]
+            continue
+        given = launch.arguments[index]
+        if isinstance(given, Tensor):
+            signature[name] = _TYPES[given.dtype]
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(given, float):
+            signature[name] = "fp32"
+        elif given == 1 and name not in free:
+            signature[name] = "constexpr"
+            constants[(index,)] = 1
+        else:
+            signature[name] = "i32" if -(2**31) <= given < 2**31 else "i64"
+            if given % 16 == 0 and name not in free:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    return ASTSource(kernel, signature, constants, attributes)
+
+
+def compiled(launch: Launch, target: str) -> dict[str, int]:
+    """Registers, spilled bytes (or registers) and shared memory of a launch's machine code."""
+    kernel = triton.compile(source_of(launch), target=TARGETS[target], options=dict(launch.options))
+    usage = {"shared_bytes": int(kernel.metadata.shared), "warps": int(kernel.metadata.num_warps)}
+    if target.startswith("sm"):
+        usage.update(_cuda_usage(kernel.asm["ptx"], kernel.asm["cubin"], target))
+    else:
+        usage.update(_rocm_usage(kernel.asm["amdgcn"]))
+    return usage
+
+
+def _tool(name: str) -> str:
+    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
+
+
+def _cuda_usage(ptx: str, cubin: bytes, target: str) -> dict[str, int]:
+    del ptx, target
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [_tool("cuobjdump"), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", text)
+    assert found is not None, text
+    # what is spilled lies on the stack, and so does nothing else of these kernels
+    return {"registers": int(found[1]), "spilled_bytes": int(found[2]) + int(found[3])}
+
+
+def _rocm_usage(assembly: str) -> dict[str, int]:
+    def number(name: str) -> int:
+        found = re.search(rf"\.{name}:\s+(\d+)", assembly)
+        assert found is not None, name
+        return int(found[1])
+
+    return {
+        "registers": number("vgpr_count"),
+        "spilled_registers": number("vgpr_spill_count") + number("sgpr_spill_count"),
+        "spilled_bytes": number("private_segment_fixed_size"),
+    }
+
+
+CASES = (
+    Case("bf16 D64 causal"),
+    Case("fp32 D64 causal", dtype=torch.float32),
+)
