@@ -171,7 +171,46 @@ def _rocm_usage(assembly: str) -> dict[str, int]:
     }
 
 
+def _options(**given: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple(given.items())
+
+
+_CAUSAL = _options(is_causal=True)
+
 CASES = (
     Case("bf16 D64 causal"),
+    Case("fp16 D64 causal", dtype=torch.float16),
     Case("fp32 D64 causal", dtype=torch.float32),
-)
+    Case("bf16 D128 causal, groups of 4", head_dim=128, heads=32),
+    Case("fp32 D128 causal, groups of 4", dtype=torch.float32, head_dim=128, heads=32),
+    Case("bf16 D16", head_dim=16, options=()),
+    Case("bf16 D80", head_dim=80, options=()),
+    Case("bf16 D96 window", head_dim=96, options=_options(is_causal=True, window=256)),
+    Case("bf16 D192 Dv128 causal", head_dim=192, value_dim=128),
+    Case("bf16 D256 causal", head_dim=256),
+    Case("fp32 D256 causal", dtype=torch.float32, head_dim=256),
+    Case("bf16 bool masks", options=_options(attn_mask="bool", key_padding_mask="bool")),
+    Case("bf16 float masks", options=_options(attn_mask="float", key_padding_mask="float")),
+    Case("fp32 float masks", dtype=torch.float32, options=_options(attn_mask="float", key_padding_mask="float")),
+    Case("bf16 softcap and sinks", options=_options(is_causal=True, softcap=30.0, sinks=True)),
+    Case(
+        "bf16 all at once, groups of 4, D128",
+        head_dim=128, heads=32,
+        options=_options(is_causal=True, softcap=30.0, sinks=True, attn_mask="float", key_padding_mask="float"),
+        settings=_options(fd_epsilon=10.0),
+    ),
+    Case(
+        "fp32 all at once",
+        dtype=torch.float32,
+        options=_options(is_causal=True, softcap=30.0, sinks=True, attn_mask="float", key_padding_mask="float"),
+        settings=_options(fd_epsilon=10.0),
+    ),
+    Case("bf16 large step", settings=_options(fd_epsilon=10.0)),
+    Case("bf16 raw values", settings=_options(tokens="value_raw")),
+    Case("bf16 hidden states", hidden=768, settings=_options(tokens="hidden")),
+    Case("bf16 entropy alone", settings=_options(metrics=("entropy", "max_logit"))),
+    Case("bf16 top 1", settings=_options(top_n=1)),
+    Case("bf16 top 20", settings=_options(top_n=20)),
+    Case("bf16 top 64", settings=_options(top_n=64)),
+)  # fmt: skip
+"""Kinds of calls whose kernels are compiled; between them they reach every flag of the kernels."""

@@ -160,7 +160,7 @@ def power_of_two(number: int) -> int:
 
 def tile_rows(num_rows: int) -> int:
     """Rows of a tile, for ``num_rows`` rows of one sequence and key head."""
-    return min(max(16, power_of_two(num_rows)), 32)
+    return 16 if num_rows <= 32 else 32
 
 
 def tiles(num_rows: int, head_dim: int, width: int, wide: bool, slots: int, splits: int) -> Tiles:
@@ -172,14 +172,15 @@ def tiles(num_rows: int, head_dim: int, width: int, wide: bool, slots: int, spli
         wide: products run in float32 rather than in 16 bits.
         slots: of a row's list of largest logits; splits: parts of the keys.
     """
-    chunk = 32 if wide else 128
+    chunk = 32 if wide else 64
+    rows = tile_rows(num_rows)
     merged = max(1, min(4, 1024 // (slots * splits)))
     return Tiles(
-        BM=tile_rows(num_rows),
+        BM=rows,
         BN=32 if wide else 64,
         BD=min(max(16, power_of_two(head_dim)), chunk),
         BE=min(max(16, power_of_two(width)), chunk),
-        warps=4,
+        warps=4 if rows == 16 else 8,
         stages=2,
         BR=merged,
         BF=16,

@@ -38,15 +38,14 @@ P_RATIO_SQUARE = tl.constexpr(1)
 P_MOVE = tl.constexpr(2)  # sum of e y, y the relative change of e against that of the largest key
 P_MOVE_E = tl.constexpr(3)  # sum of e^2 y
 P_MOVE_SQUARE = tl.constexpr(4)  # sum of e^2 y^2
-P_FAR = tl.constexpr(5)  # sum of distances to s
+P_FAR = tl.constexpr(5)  # sum of distances to s; NaN if a visible key's token vector is not finite
 P_LEAST = tl.constexpr(6)  # least excess of a squared distance over |s|^2
 P_LEAST_E = tl.constexpr(7)  # e of that key
-P_BROKEN = tl.constexpr(8)  # 1 if a visible key's token vector is not finite
-P_MOVED_MAX = tl.constexpr(9)  # of a step so large that exp of it overflows: largest moved logit
-P_MOVED = tl.constexpr(10)  # sum of moved weights, relative to that
-P_MOVED_SQUARE = tl.constexpr(11)
-P_MOVED_E = tl.constexpr(12)  # sum of moved weight times e
-P_FIELDS = 13
+P_MOVED_MAX = tl.constexpr(8)  # of a step so large that exp of it overflows: largest moved logit
+P_MOVED = tl.constexpr(9)  # sum of moved weights, relative to that
+P_MOVED_SQUARE = tl.constexpr(10)
+P_MOVED_E = tl.constexpr(11)  # sum of moved weight times e
+P_FIELDS = 12
 
 # Fields of a merged row.
 R_MAX = tl.constexpr(0)
@@ -278,8 +277,8 @@ def select(
         tail_square = decay * decay * tail_square + tl.sum(e * e, 1)
         largest = new
 
-    at_row = sg.to(tl.int64) * num_rows + row
-    out_row = partial + split.to(tl.int64) * (12 * num_total) + at_row
+    at_row = sg * num_rows + row  # below 2**31: the scratch is bounded
+    out_row = partial + split * (12 * num_total) + at_row
     tl.store(out_row + S_MAX * num_total, largest, mask=inside)
     tl.store(out_row + S_TAIL * num_total, tail, mask=inside)
     tl.store(out_row + S_TAIL_SQUARE * num_total, tail_square, mask=inside)
@@ -299,13 +298,13 @@ def select(
 
 @triton.jit
 def _pull(
-    s_rows, scale_s, inside, x_block, x_stride_l, x_stride_d, num_here,
+    s_rows, length_s, inside, x_block, x_stride_l, x_stride_d, num_here,
     E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr, TERMS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """s.x of a tile's rows and a block of token vectors, [BM, BN], and |x|^2, [BN]; both float32.
 
-    x stays in its own 16 bits: s, brought to unit length, is taken apart into TERMS numbers of that width, which
-    hold 22 or 24 of its bits, so that nothing is lost to the narrow type.
+    x stays in its own 16 bits: s is taken apart into TERMS numbers of that width (two of float16, three of bfloat16),
+    which hold 22 or 24 of its bits, so that nothing is lost to the narrow type. float16 also needs s at unit length.
     """
     n = tl.arange(0, BN)
     product = tl.zeros([BM, BN], tl.float32)
@@ -320,7 +319,8 @@ def _pull(
         )
         wide = x.to(tl.float32)
         square += tl.sum(wide * wide, 1)
-        s *= scale_s[:, None]
+        if TERMS == 2:
+            s /= length_s[:, None]
         if TERMS == 1:
             product = tl.dot(s, tl.trans(x), product, input_precision="ieee")
         else:
@@ -329,6 +329,8 @@ def _pull(
                 part = s.to(x.dtype)
                 s -= part.to(tl.float32)
                 product = tl.dot(part.to(turned.dtype), turned, product, input_precision="ieee")
+    if TERMS == 2:
+        product *= length_s[:, None]
     return product, square
 
 
@@ -367,7 +369,7 @@ def spread(
     k_base = k + b * k_stride_b + g * k_stride_h
     mask_rows = mask + b * mask_stride_b + head * mask_stride_h + position.to(tl.int64) * mask_stride_q
 
-    at_row = sg.to(tl.int64) * num_rows + row
+    at_row = sg * num_rows + row  # below 2**31: the scratch is bounded
     own = record + at_row
     largest = tl.load(own + R_MAX * num_total, mask=inside, other=0.0)
     last_z = tl.load(list_z + at_row * KP + (K - 1), mask=inside, other=float("-inf"))
@@ -392,13 +394,13 @@ def spread(
             moved_e = tl.zeros([BM], tl.float32)
     if TOKENS > 0:
         s_square = tl.load(own + R_S_SQUARE * num_total, mask=inside, other=0.0)
-        length_s = tl.sqrt(s_square)
-        unit_s = 1.0 / tl.where(length_s > 0.0, length_s, 1.0)
+        length_s = s_square
+        if TERMS == 2:
+            length_s = tl.where(s_square > 0.0, tl.sqrt(s_square), 1.0)
         far = tl.zeros([BM], tl.float32)
         least = tl.full([BM], INFINITY, tl.float32)
         least_e = tl.zeros([BM], tl.float32)
         least_i = tl.zeros([BM], tl.int32)
-        broken = tl.zeros([BM], tl.int32)
         x_base = x + b * x_stride_b + g * x_stride_h
 
     for block in range(start, stop, BN):
@@ -437,18 +439,18 @@ def spread(
                 moved_max = new
         if TOKENS > 0:
             pull, square = _pull(
-                s_vectors + at_row * E, unit_s, inside, x_base + tl.cast(block, tl.int64) * x_stride_l, x_stride_l,
+                s_vectors + at_row * E, length_s, inside, x_base + tl.cast(block, tl.int64) * x_stride_l, x_stride_l,
                 x_stride_d, num_keys - block, E, BM, BN, BE, TERMS, WIDEN,
             )  # fmt: skip
-            broken = tl.maximum(broken, tl.max((visible & ((square < INFINITY) == 0)[None, :]).to(tl.int32), 1))
             weight = e
             if TOKENS == 1:
                 weight = e / tl.where(square > 0.0, tl.sqrt(square), 1.0)[None, :]
             # D^2 - |s|^2 = w (w |x|^2 - 2 s.x), w = e or e / |x|
-            excess = weight * (weight * square[None, :] - 2.0 * length_s[:, None] * pull)
+            excess = weight * (weight * square[None, :] - 2.0 * pull)
             excess = tl.where(beyond, excess, INFINITY)
             distance = tl.sqrt(tl.maximum(excess + s_square[:, None], 0.0))
-            far += tl.sum(tl.where(beyond, distance, 0.0), 1)
+            distance = tl.where(beyond, distance, 0.0)
+            far += tl.sum(tl.where(visible & ((square < INFINITY) == 0)[None, :], float("nan"), distance), 1)
             block_least, place = tl.min(excess, 1, return_indices=True, return_indices_tie_break_left=True)
             nearer = block_least < least
             found = tl.sum(tl.where(tl.arange(0, BN)[None, :] == place[:, None], e, 0.0), 1)
@@ -456,7 +458,7 @@ def spread(
             least_e = tl.where(nearer, found, least_e)
             least_i = tl.where(nearer, block + place, least_i)
 
-    out_row = partial + split.to(tl.int64) * (13 * num_total) + at_row
+    out_row = partial + split * (12 * num_total) + at_row
     if JACOBIAN:
         tl.store(out_row + P_RATIO * num_total, ratio_sum, mask=inside)
         tl.store(out_row + P_RATIO_SQUARE * num_total, ratio_square, mask=inside)
@@ -473,5 +475,4 @@ def spread(
         tl.store(out_row + P_FAR * num_total, far, mask=inside)
         tl.store(out_row + P_LEAST * num_total, least, mask=inside)
         tl.store(out_row + P_LEAST_E * num_total, least_e, mask=inside)
-        tl.store(out_row + P_BROKEN * num_total, broken.to(tl.float32), mask=inside)
-        tl.store(nearest + split.to(tl.int64) * num_total + at_row, least_i, mask=inside)
+        tl.store(nearest + split * num_total + at_row, least_i, mask=inside)

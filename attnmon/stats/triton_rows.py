@@ -14,7 +14,6 @@ from attnmon.stats.triton_keys import (
     INFINITY,
     LOWEST,
     NOWHERE,
-    P_BROKEN,
     P_FAR,
     P_LEAST,
     P_LEAST_E,
@@ -319,8 +318,8 @@ def _geometry(
     numbers = tl.load(nearest + split[None, :] * num_total + at[:, None], mask=mask, other=0)
     key = tl.sum(tl.where(is_best, numbers, 0), 1).to(tl.int64)
     far = tl.sum(tl.load(place + P_FAR * num_total, mask=mask, other=0.0), 1)
-    broken = tl.max(tl.load(place + P_BROKEN * num_total, mask=mask, other=0.0), 1)
-    broken = tl.maximum(broken, tl.load(own + R_BROKEN * num_total, mask=seen, other=0.0))
+    broken = tl.load(own + R_BROKEN * num_total, mask=seen, other=0.0)
+    broken = tl.maximum(broken, (far != far).to(tl.float32))
 
     has_tail = seen & (tail_excess < INFINITY)
     b = first_sequence + s * sequence_step
@@ -480,7 +479,7 @@ def finish(
             depth = tl.where(exists, top_z - largest[:, None], float("-inf"))
             e = tl.exp(depth)
             split = tl.arange(0, SPLITS)
-            place = partial + split[None, :] * (13 * num_total) + at[:, None]
+            place = partial + split[None, :] * (12 * num_total) + at[:, None]
             mask = seen[:, None] & (split >= 0)[None, :]
         if JACOBIAN:
             second_depth = tl.max(tl.where(slot == 1, depth, float("-inf")), 1)
