@@ -11,6 +11,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
@@ -58,8 +59,18 @@ class Case:
     hidden: int | None = None
 
 
-def launches_of(case: Case) -> list[Launch]:
-    """The launches of a call of this kind."""
+def launches_of(case: Case, target: str, splits: int = 8) -> list[Launch]:
+    """The launches of a call of this kind on a target, its keys cut into ``splits`` parts."""
+    rocm = target.startswith("gfx")
+    with (
+        patch.object(fused, "on_rocm", lambda: rocm),
+        patch.object(fused, "interpreted", lambda: False),
+        patch.object(fused, "choose_splits", lambda *_: splits),
+    ):
+        return _launches_of(case)
+
+
+def _launches_of(case: Case) -> list[Launch]:
     batch, length, dtype = 2, case.length, case.dtype
 
     def tensor(heads: int, width: int) -> Tensor:  # as models lay them out
@@ -134,7 +145,7 @@ def compiled(launch: Launch, target: str) -> dict[str, int]:
     kernel = triton.compile(source_of(launch), target=TARGETS[target], options=dict(launch.options))
     usage = {"shared_bytes": int(kernel.metadata.shared), "warps": int(kernel.metadata.num_warps)}
     if target.startswith("sm"):
-        usage.update(_cuda_usage(kernel.asm["ptx"], kernel.asm["cubin"], target))
+        usage.update(_cuda_usage(kernel.asm["cubin"]))
     else:
         usage.update(_rocm_usage(kernel.asm["amdgcn"]))
     return usage
@@ -144,8 +155,7 @@ def _tool(name: str) -> str:
     return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
 
 
-def _cuda_usage(ptx: str, cubin: bytes, target: str) -> dict[str, int]:
-    del ptx, target
+def _cuda_usage(cubin: bytes) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

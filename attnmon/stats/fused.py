@@ -153,6 +153,11 @@ class Tiles:
     row_warps: int
 
 
+def on_rocm() -> bool:
+    """Whether this torch is for AMD devices."""
+    return torch.version.hip is not None
+
+
 def power_of_two(number: int) -> int:
     """The least power of two that is not below ``number``."""
     return 1 << max(0, number - 1).bit_length()
@@ -160,7 +165,7 @@ def power_of_two(number: int) -> int:
 
 def tile_rows(num_rows: int) -> int:
     """Rows of a tile, for ``num_rows`` rows of one sequence and key head."""
-    return 16 if num_rows <= 32 else 32
+    return 16 if num_rows <= 32 or on_rocm() else 32
 
 
 def tiles(num_rows: int, head_dim: int, width: int, wide: bool, slots: int, splits: int) -> Tiles:
@@ -174,10 +179,11 @@ def tiles(num_rows: int, head_dim: int, width: int, wide: bool, slots: int, spli
     """
     chunk = 32 if wide else 64
     rows = tile_rows(num_rows)
+    ragged = power_of_two(head_dim) != head_dim or power_of_two(width) != width
     merged = max(1, min(4, 1024 // (slots * splits)))
     return Tiles(
         BM=rows,
-        BN=32 if wide else 64,
+        BN=16 if wide and head_dim > 128 else 32 if wide or ragged else 64,
         BD=min(max(16, power_of_two(head_dim)), chunk),
         BE=min(max(16, power_of_two(width)), chunk),
         warps=4 if rows == 16 else 8,

@@ -305,6 +305,11 @@ class _Reducer:
         some_sinks = rows if sinks is None else sinks
         loop = {"num_warps": cut.warps, "num_stages": cut.stages}
         by_row = {"num_warps": cut.row_warps}
+        if not fused.on_rocm():
+            # left alone, ptxas spills a few registers of these to let one block more reside on a multiprocessor
+            by_row["maxnreg"] = _ALL_REGISTERS
+            if wide or self.softcap > 0 or self.slots > 32 or head_dim != fused.power_of_two(head_dim):
+                loop["maxnreg"] = _ALL_REGISTERS
 
         yield Launch(
             select,
@@ -357,6 +362,8 @@ class _Reducer:
             by_row,
         )  # fmt: skip
 
+
+_ALL_REGISTERS = 255  # of a thread of an NVIDIA device
 
 _COLUMNS = {
     "ENTROPY": "entropy", "ENTROPY_NORM": "entropy_norm", "LOGIT_STD": "logit_std", "MAX_PROB": "max_prob",

@@ -96,9 +96,26 @@ def _keys_of_split(low, high, split, SPLITS: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def _query_chunk(q_rows, q_stride_d, inside, FIRST: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    d = FIRST + tl.arange(0, BD)
+def _query_chunk(q_rows, q_stride_d, inside, first, D: tl.constexpr, BD: tl.constexpr):
+    d = first + tl.arange(0, BD)
     return tl.load(q_rows[:, None] + d[None, :] * q_stride_d, mask=inside[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _product_chunk(
+    product, q, first, k_block, k_stride_l, k_stride_d, num_here,
+    D: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    n = tl.arange(0, BN)
+    d = first + tl.arange(0, BD)
+    k = tl.load(
+        k_block + n[:, None] * k_stride_l + d[None, :] * k_stride_d,
+        mask=(n < num_here)[:, None] & (d < D)[None, :],
+        other=0.0,
+    )
+    if WIDEN:
+        q, k = q.to(tl.float32), k.to(tl.float32)
+    return tl.dot(q, tl.trans(k), product, input_precision="ieee")
 
 
 @triton.jit
@@ -110,22 +127,17 @@ def _products(
 
     WIDEN: products in float32 of numbers that are narrower; exact for 16 bits either way.
     """
-    n = tl.arange(0, BN)
     product = tl.zeros([BM, BN], tl.float32)
-    for first in tl.static_range(0, D, BD):
-        d = first + tl.arange(0, BD)
-        if first == 0:
-            q = q_first
-        else:
+    if D <= BD:
+        product = _product_chunk(product, q_first, 0, k_block, k_stride_l, k_stride_d, num_here, D, BN, BD, WIDEN)
+    elif D <= 4 * BD:
+        for first in tl.static_range(0, D, BD):
             q = _query_chunk(q_rows, q_stride_d, inside, first, D, BD)
-        k = tl.load(
-            k_block + n[:, None] * k_stride_l + d[None, :] * k_stride_d,
-            mask=(n < num_here)[:, None] & (d < D)[None, :],
-            other=0.0,
-        )
-        if WIDEN:
-            q, k = q.to(tl.float32), k.to(tl.float32)
-        product = tl.dot(q, tl.trans(k), product, input_precision="ieee")
+            product = _product_chunk(product, q, first, k_block, k_stride_l, k_stride_d, num_here, D, BN, BD, WIDEN)
+    else:  # unrolled, so many chunks would not fit the registers
+        for first in range(0, D, BD):
+            q = _query_chunk(q_rows, q_stride_d, inside, first, D, BD)
+            product = _product_chunk(product, q, first, k_block, k_stride_l, k_stride_d, num_here, D, BN, BD, WIDEN)
     return product
 
 
@@ -297,6 +309,34 @@ def select(
 
 
 @triton.jit
+def _pull_chunk(
+    product, square, first, s_rows, length_s, inside, x_block, x_stride_l, x_stride_d, num_here,
+    E: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr, TERMS: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    n = tl.arange(0, BN)
+    d = first + tl.arange(0, BE)
+    s = tl.load(s_rows[:, None] + d[None, :], mask=inside[:, None] & (d < E)[None, :], other=0.0)
+    x = tl.load(
+        x_block + n[:, None] * x_stride_l + d[None, :] * x_stride_d,
+        mask=(n < num_here)[:, None] & (d < E)[None, :],
+        other=0.0,
+    )
+    wide = x.to(tl.float32)
+    square += tl.sum(wide * wide, 1)
+    if TERMS == 1:
+        product = tl.dot(s, tl.trans(x), product, input_precision="ieee")
+    else:
+        if TERMS == 2:
+            s /= length_s[:, None]
+        turned = tl.trans(wide if WIDEN else x)
+        for _ in tl.static_range(TERMS):
+            part = s.to(x.dtype)
+            s -= part.to(tl.float32)
+            product = tl.dot(part.to(turned.dtype), turned, product, input_precision="ieee")
+    return product, square
+
+
+@triton.jit
 def _pull(
     s_rows, length_s, inside, x_block, x_stride_l, x_stride_d, num_here,
     E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr, TERMS: tl.constexpr, WIDEN: tl.constexpr,
@@ -306,29 +346,20 @@ def _pull(
     x stays in its own 16 bits: s is taken apart into TERMS numbers of that width (two of float16, three of bfloat16),
     which hold 22 or 24 of its bits, so that nothing is lost to the narrow type. float16 also needs s at unit length.
     """
-    n = tl.arange(0, BN)
     product = tl.zeros([BM, BN], tl.float32)
     square = tl.zeros([BN], tl.float32)
-    for first in tl.static_range(0, E, BE):
-        d = first + tl.arange(0, BE)
-        s = tl.load(s_rows[:, None] + d[None, :], mask=inside[:, None] & (d < E)[None, :], other=0.0)
-        x = tl.load(
-            x_block + n[:, None] * x_stride_l + d[None, :] * x_stride_d,
-            mask=(n < num_here)[:, None] & (d < E)[None, :],
-            other=0.0,
-        )
-        wide = x.to(tl.float32)
-        square += tl.sum(wide * wide, 1)
-        if TERMS == 2:
-            s /= length_s[:, None]
-        if TERMS == 1:
-            product = tl.dot(s, tl.trans(x), product, input_precision="ieee")
-        else:
-            turned = tl.trans(wide if WIDEN else x)
-            for _ in tl.static_range(TERMS):
-                part = s.to(x.dtype)
-                s -= part.to(tl.float32)
-                product = tl.dot(part.to(turned.dtype), turned, product, input_precision="ieee")
+    if E <= 4 * BE:
+        for first in tl.static_range(0, E, BE):
+            product, square = _pull_chunk(
+                product, square, first, s_rows, length_s, inside, x_block, x_stride_l, x_stride_d, num_here,
+                E, BN, BE, TERMS, WIDEN,
+            )  # fmt: skip
+    else:  # unrolled, so many chunks would not fit the registers
+        for first in range(0, E, BE):
+            product, square = _pull_chunk(
+                product, square, first, s_rows, length_s, inside, x_block, x_stride_l, x_stride_d, num_here,
+                E, BN, BE, TERMS, WIDEN,
+            )  # fmt: skip
     if TERMS == 2:
         product *= length_s[:, None]
     return product, square
