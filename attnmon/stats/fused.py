@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnmon.metrics import METRICS
 from attnmon.stats.directions import TABLE_SIZE, direction_start
+from attnmon.stats.packing import Packing
 from attnmon.stats.plan import Plan
 from attnmon.stats.settings import Settings
 from attnmon.stats.visibility import documents
@@ -43,13 +43,23 @@ _MAX_SPLITS = 32
 
 def unavailable(device: torch.device | None) -> str | None:
     """Why kernels cannot run here, or None. Never imports triton."""
-    if find_spec("triton") is None:
+    if not _has_triton():
         return "the package 'triton' is not installed; pip install 'attnmon[triton]' brings it"
     if device is not None and device.type != "cuda" and not interpreted():
-        return f"it runs on CUDA and ROCm devices and the tensors are on {device.type!r} (TRITON_INTERPRET=1 is not set)"
+        return (
+            f"it runs on CUDA and ROCm devices and the tensors are on {device.type!r} (TRITON_INTERPRET=1 is not set)"
+        )
     if device is None and not interpreted() and not torch.cuda.is_available():
         return "there is no CUDA or ROCm device (and TRITON_INTERPRET=1 is not set)"
     return None
+
+
+@cache
+def _has_triton() -> bool:
+    try:
+        return find_spec("triton") is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def interpreted() -> bool:
@@ -122,11 +132,10 @@ def row_table(call: AttentionCall, plan: Plan) -> Tensor:
     return table
 
 
-def columns(metrics: tuple[str, ...], means: tuple[str, ...], maxima: tuple[str, ...], first_mean: int) -> dict[str, int]:
+def columns(packing: Packing) -> dict[str, int]:
     """Column of each measured metric's sum (or maximum) in the packed matrix."""
-    del metrics
-    found = {name: first_mean + 2 * index for index, name in enumerate(means)}
-    found.update({name: first_mean + 2 * len(means) + index for index, name in enumerate(maxima)})
+    found = {name: packing.first_mean + 2 * index for index, name in enumerate(packing.means)}
+    found.update({name: packing.num_sums + index for index, name in enumerate(packing.maxima)})
     return found
 
 
@@ -205,14 +214,3 @@ def choose_splits(programs: int, num_keys: int, processors: int) -> int:
     wanted = power_of_two(-(-_PROGRAMS_PER_PROCESSOR * processors // max(1, programs)))
     worth = 1 << max(0, (num_keys // _KEYS_WORTH_A_SPLIT).bit_length() - 1)
     return max(1, min(wanted, worth, _MAX_SPLITS))
-
-
-def measured_metrics(settings: Settings, call: AttentionCall) -> tuple[str, ...]:
-    """Of the packed metrics, those that the call has something for."""
-    has: dict[str, Any] = {
-        "": True,
-        "value": tokens_of(call, settings) is not None,
-        "sinks": call.sinks is not None,
-        "softcap": call.softcap is not None,
-    }
-    return tuple(name for name in METRICS if has[METRICS[name].needs])

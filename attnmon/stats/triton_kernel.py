@@ -27,7 +27,7 @@ from attnmon.stats.directions import TABLE_SIZE, direction_table
 from attnmon.stats.packing import Packing
 from attnmon.stats.plan import Plan
 from attnmon.stats.settings import Settings
-from attnmon.stats.triton_keys import S_FIELDS, P_FIELDS, R_FIELDS, select, spread
+from attnmon.stats.triton_keys import P_FIELDS, R_FIELDS, S_FIELDS, select, spread
 from attnmon.stats.triton_rows import finish, merge
 from attnmon.stats.visibility import mask_threshold
 from attnmon.types import AttentionCall
@@ -230,7 +230,7 @@ class _Reducer:
         has = {"": True, "value": tokens is not None, "sinks": sinks is not None, "softcap": softcap > 0}
         names = {*packing.means, *packing.maxima}
         wanted = {name for name in names if has[METRICS[name].needs]}
-        place = fused.columns(packing.metrics, packing.means, packing.maxima, packing.first_mean)
+        place = fused.columns(packing)
         self.columns = {constant: place[name] if name in wanted else -1 for constant, name in _COLUMNS.items()}
         self.group = query.shape[1] // key.shape[1]
         self.kept = max(top_n, fused.LEAST_KEPT)

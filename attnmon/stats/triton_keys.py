@@ -200,9 +200,7 @@ def select(
     s = (sg // num_groups).to(tl.int64)
     g = (sg % num_groups).to(tl.int64)
     b = first_sequence + s * sequence_step
-    row, inside, at, position, low, high = _rows_of_tile(
-        rows, row_stride, field_stride, s, tile, num_rows, GROUP, BM
-    )
+    row, inside, at, position, low, high = _rows_of_tile(rows, row_stride, field_stride, s, tile, num_rows, GROUP, BM)
     head = g * GROUP + row % GROUP
     first_key = tl.load(at + 3 * field_stride, mask=inside, other=-1)
     offset = tl.load(at + 4 * field_stride, mask=inside, other=0)
@@ -389,9 +387,7 @@ def spread(
     s = (sg // num_groups).to(tl.int64)
     g = (sg % num_groups).to(tl.int64)
     b = first_sequence + s * sequence_step
-    row, inside, at, position, low, high = _rows_of_tile(
-        rows, row_stride, field_stride, s, tile, num_rows, GROUP, BM
-    )
+    row, inside, at, position, low, high = _rows_of_tile(rows, row_stride, field_stride, s, tile, num_rows, GROUP, BM)
     head = g * GROUP + row % GROUP
     offset = tl.load(at + 4 * field_stride, mask=inside, other=0)
     start, stop = _keys_of_split(low, high, split, SPLITS, BN)
@@ -440,7 +436,7 @@ def spread(
             q_first, q_rows, q_stride_d, inside, k_base + tl.cast(block, tl.int64) * k_stride_l, k_stride_l, k_stride_d,
             num_keys - block, D, BM, BN, BD, WIDEN,
         )  # fmt: skip
-        z, raw, visible = _visible_logits(
+        z, _, visible = _visible_logits(
             product, scale, softcap, low, high, block, padding + b * padding_stride_b, padding_stride_l, padding_least,
             mask_rows, mask_stride_k, mask_least, num_keys, BN, PADDING, MASK, CAP,
         )  # fmt: skip

@@ -68,7 +68,9 @@ LEAST_SHARE = tl.constexpr(0.05)  # of the largest key's growth: with less, 1 + 
 
 @triton.jit
 def _sink_lead(sinks, head, largest, seen):
-    return tl.minimum(tl.maximum(tl.load(sinks + head, mask=seen, other=0.0).to(tl.float32) - largest, -1e4), MAX_SINK_LEAD)
+    return tl.minimum(
+        tl.maximum(tl.load(sinks + head, mask=seen, other=0.0).to(tl.float32) - largest, -1e4), MAX_SINK_LEAD
+    )
 
 
 @triton.jit(do_not_specialize=["first_sequence", "sequence_step", "num_groups"])
@@ -408,7 +410,7 @@ def finish(
     slot = tl.arange(0, KP)[None, :]
     nothing = tl.zeros([BR], tl.float64)
     none = tl.zeros([BR], tl.int64)
-    number, masked, broken_rows, pairs, selections, spans, paired = none, none, none, none, none, none, none
+    number, masked, broken_rows, paired, selections, spans = none, none, none, none, none, none
     entropy_sum, norm_sum, std_sum, prob_sum, top_sum = nothing, nothing, nothing, nothing, nothing
     first_sum, sink_sum, separability_sum, jacobian_sum = nothing, nothing, nothing, nothing
     fd_sum, distance_sum = nothing, nothing
