@@ -42,7 +42,7 @@ OPTIONAL = {
     "tensorboard": {"attnmon.writers.tensorboard"},
     "PIL": {"attnmon.writers.heatmap"},
     "transformers": {"attnmon.huggingface", "attnmon.demo", "attnmon.capture.registry"},
-    "triton": {"attnmon.stats.triton_keys", "attnmon.stats.triton_math", "attnmon.stats.triton_rows"},
+    "triton": {f"attnmon.stats.triton_{part}" for part in ("fields", "math", "tiles", "keys", "rows", "finish")},
 }
 CORE = {"torch", "numpy", "attnmon"}
 

@@ -27,8 +27,10 @@ from attnmon.stats.directions import TABLE_SIZE, direction_table
 from attnmon.stats.packing import Packing
 from attnmon.stats.plan import Plan
 from attnmon.stats.settings import Settings
-from attnmon.stats.triton_keys import P_FIELDS, R_FIELDS, S_FIELDS, select, spread
-from attnmon.stats.triton_rows import finish, merge
+from attnmon.stats.triton_fields import P_FIELDS, R_FIELDS, S_FIELDS
+from attnmon.stats.triton_finish import finish
+from attnmon.stats.triton_keys import select, spread
+from attnmon.stats.triton_rows import merge
 from attnmon.stats.visibility import mask_threshold
 from attnmon.types import AttentionCall
 

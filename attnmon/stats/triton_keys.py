@@ -11,174 +11,44 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnmon.stats.triton_math import expm1, tanh
-
-NOWHERE = tl.constexpr(2147483647)  # beyond every key
-LOWEST = tl.constexpr(-1.0e30)  # a running maximum's start: finite, so that 0 * LOWEST is 0
-INFINITY = tl.constexpr(float("inf"))
-
-# Fields of a row's partial results, as ``select`` leaves them for each split; all float32.
-S_MAX = tl.constexpr(0)  # largest logit m
-S_TAIL = tl.constexpr(1)  # sum of e = exp(z - m) over keys beyond the split's K largest
-S_TAIL_SQUARE = tl.constexpr(2)  # sum of e^2
-S_TAIL_DOT = tl.constexpr(3)  # sum of e (z - m)
-S_COUNT = tl.constexpr(4)  # visible keys
-S_MEAN = tl.constexpr(5)  # of z - m over them
-S_SQUARES = tl.constexpr(6)  # sum of squared differences from the mean
-S_FIRST = tl.constexpr(7)  # logit of the sequence's first key, -inf if it is not here
-S_NORM = tl.constexpr(8)  # sum of squares of the direction
-S_FARTHEST = tl.constexpr(9)  # its largest entry
-S_UNCAPPED = tl.constexpr(10)  # largest logit without softcap
-S_BAD = tl.constexpr(11)  # 1 if a visible logit is not finite
-S_FIELDS = 12
-
-# ... and of ``spread``; sums run over keys beyond the row's K largest.
-P_RATIO = tl.constexpr(0)  # sum of e / (Lambda - e), Lambda the eigenvalue's estimate
-P_RATIO_SQUARE = tl.constexpr(1)
-P_MOVE = tl.constexpr(2)  # sum of e y, y the relative change of e against that of the largest key
-P_MOVE_E = tl.constexpr(3)  # sum of e^2 y
-P_MOVE_SQUARE = tl.constexpr(4)  # sum of e^2 y^2
-P_FAR = tl.constexpr(5)  # sum of distances to s; NaN if a visible key's token vector is not finite
-P_LEAST = tl.constexpr(6)  # least excess of a squared distance over |s|^2
-P_LEAST_E = tl.constexpr(7)  # e of that key
-P_MOVED_MAX = tl.constexpr(8)  # of a step so large that exp of it overflows: largest moved logit
-P_MOVED = tl.constexpr(9)  # sum of moved weights, relative to that
-P_MOVED_SQUARE = tl.constexpr(10)
-P_MOVED_E = tl.constexpr(11)  # sum of moved weight times e
-P_FIELDS = 12
-
-# Fields of a merged row.
-R_MAX = tl.constexpr(0)
-R_COUNT = tl.constexpr(1)
-R_BAD = tl.constexpr(2)
-R_STD = tl.constexpr(3)
-R_OTHERS = tl.constexpr(4)  # sum of e over all keys but the largest
-R_DOT = tl.constexpr(5)  # sum of e (z - m) over all keys
-R_FIRST = tl.constexpr(6)  # e of the first key
-R_TOP = tl.constexpr(7)  # sum of the N largest e
-R_UNCAPPED = tl.constexpr(8)
-R_TAIL = tl.constexpr(9)
-R_TAIL_SQUARE = tl.constexpr(10)
-R_MU = tl.constexpr(11)  # Lambda - e_2
-R_STEP = tl.constexpr(12)  # what a direction's entries are multiplied by
-R_DIRECTION = tl.constexpr(13)  # the direction's entry at the largest key
-R_REACH = tl.constexpr(14)  # largest move of a key relative to the largest key's
-R_S_SQUARE = tl.constexpr(15)  # |s|^2
-R_BROKEN = tl.constexpr(16)
-R_SECOND = tl.constexpr(17)  # e_2
-R_FIELDS = 18
-
-EXPONENT_LIMIT = tl.constexpr(40.0)  # larger moves would overflow the squares of ``P_MOVE_SQUARE``
-
-
-@triton.jit
-def _rows_of_tile(rows, row_stride, field_stride, s, tile, num_rows, GROUP: tl.constexpr, BM: tl.constexpr):
-    """Row numbers of a tile within its sequence and key head, head in group, position and key range; each [BM]."""
-    row = tile * BM + tl.arange(0, BM)
-    inside = row < num_rows
-    at = rows + s * row_stride + row // GROUP
-    position = tl.load(at, mask=inside, other=0)
-    low = tl.load(at + field_stride, mask=inside, other=0)
-    high = tl.load(at + 2 * field_stride, mask=inside, other=0)
-    return row, inside, at, position, low, high
-
-
-@triton.jit
-def _keys_of_split(low, high, split, SPLITS: tl.constexpr, BN: tl.constexpr):
-    """[start, stop) of a split of the keys that any of the rows can see, in whole blocks."""
-    sees = high > low
-    begin = tl.min(tl.where(sees, low, NOWHERE), 0) // BN * BN
-    end = tl.max(tl.where(sees, high, 0), 0)
-    begin = tl.minimum(begin, end)
-    chunk = (end - begin + SPLITS * BN - 1) // (SPLITS * BN) * BN
-    start = begin + split * chunk
-    return start, tl.minimum(start + chunk, end)
-
-
-@triton.jit
-def _query_chunk(q_rows, q_stride_d, inside, first, D: tl.constexpr, BD: tl.constexpr):
-    d = first + tl.arange(0, BD)
-    return tl.load(q_rows[:, None] + d[None, :] * q_stride_d, mask=inside[:, None] & (d < D)[None, :], other=0.0)
-
-
-@triton.jit
-def _product_chunk(
-    product, q, first, k_block, k_stride_l, k_stride_d, num_here,
-    D: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
-    n = tl.arange(0, BN)
-    d = first + tl.arange(0, BD)
-    k = tl.load(
-        k_block + n[:, None] * k_stride_l + d[None, :] * k_stride_d,
-        mask=(n < num_here)[:, None] & (d < D)[None, :],
-        other=0.0,
-    )
-    if WIDEN:
-        q, k = q.to(tl.float32), k.to(tl.float32)
-    return tl.dot(q, tl.trans(k), product, input_precision="ieee")
-
-
-@triton.jit
-def _products(
-    q_first, q_rows, q_stride_d, inside, k_block, k_stride_l, k_stride_d, num_here,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
-    """q.k of a tile's rows and a block of keys, float32 [BM, BN]; ``num_here`` of the keys exist.
-
-    WIDEN: products in float32 of numbers that are narrower; exact for 16 bits either way.
-    """
-    product = tl.zeros([BM, BN], tl.float32)
-    if D <= BD:
-        product = _product_chunk(product, q_first, 0, k_block, k_stride_l, k_stride_d, num_here, D, BN, BD, WIDEN)
-    elif D <= 4 * BD:
-        for first in tl.static_range(0, D, BD):
-            q = _query_chunk(q_rows, q_stride_d, inside, first, D, BD)
-            product = _product_chunk(product, q, first, k_block, k_stride_l, k_stride_d, num_here, D, BN, BD, WIDEN)
-    else:  # unrolled, so many chunks would not fit the registers
-        for first in range(0, D, BD):
-            q = _query_chunk(q_rows, q_stride_d, inside, first, D, BD)
-            product = _product_chunk(product, q, first, k_block, k_stride_l, k_stride_d, num_here, D, BN, BD, WIDEN)
-    return product
-
-
-@triton.jit
-def _visible_logits(
-    product, scale, softcap, low, high, start, padding_row, padding_stride, padding_least,
-    mask_rows, mask_stride, mask_least, num_keys,
-    BN: tl.constexpr, PADDING: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr,
-):  # fmt: skip
-    """z and, with a softcap, z without it; and which keys are visible. PADDING and MASK: 0 none, 1 bool, 2 float."""
-    j = start + tl.arange(0, BN)
-    visible = (j[None, :] >= low[:, None]) & (j[None, :] < high[:, None])
-    z = product * scale
-    raw = z
-    if CAP:
-        z = softcap * tanh(z / softcap)
-    if PADDING > 0:
-        padding = tl.load(padding_row + j.to(tl.int64) * padding_stride, mask=j < num_keys, other=0)
-        if PADDING == 1:
-            visible &= (padding == 0)[None, :]
-        else:
-            bias = padding.to(tl.float32)
-            visible &= ((bias <= padding_least) == 0)[None, :]
-            z += bias[None, :]
-            raw += bias[None, :]
-    if MASK > 0:
-        mask = tl.load(mask_rows[:, None] + j.to(tl.int64)[None, :] * mask_stride, mask=visible, other=0)
-        if MASK == 1:
-            visible &= mask != 0
-        else:
-            added = mask.to(tl.float32)
-            visible &= (added <= mask_least) == 0
-            z += added
-            raw += added
-    return z, raw, visible
-
-
-@triton.jit
-def _direction(table, offset, j, visible, TABLE: tl.constexpr):
-    """Entries of the rows' directions, 0 at hidden keys."""
-    return tl.load(table + ((offset[:, None] + j[None, :]) & (TABLE - 1)), mask=visible, other=0.0)
+from attnmon.stats.triton_fields import (
+    EXPONENT_LIMIT,
+    INFINITY,
+    LOWEST,
+    NOWHERE,
+    P_FAR,
+    P_LEAST,
+    P_LEAST_E,
+    P_MOVE,
+    P_MOVE_E,
+    P_MOVE_SQUARE,
+    P_MOVED,
+    P_MOVED_E,
+    P_MOVED_MAX,
+    P_MOVED_SQUARE,
+    P_RATIO,
+    P_RATIO_SQUARE,
+    R_DIRECTION,
+    R_MAX,
+    R_MU,
+    R_S_SQUARE,
+    R_SECOND,
+    R_STEP,
+    S_BAD,
+    S_COUNT,
+    S_FARTHEST,
+    S_FIRST,
+    S_MAX,
+    S_MEAN,
+    S_NORM,
+    S_SQUARES,
+    S_TAIL,
+    S_TAIL_DOT,
+    S_TAIL_SQUARE,
+    S_UNCAPPED,
+)
+from attnmon.stats.triton_math import expm1
+from attnmon.stats.triton_tiles import directions, keys_of_split, products, query_chunk, rows_of_tile, visible_logits
 
 
 @triton.jit(do_not_specialize=["first_sequence", "sequence_step", "num_tiles", "num_groups", "num_keys"])
@@ -200,13 +70,13 @@ def select(
     s = (sg // num_groups).to(tl.int64)
     g = (sg % num_groups).to(tl.int64)
     b = first_sequence + s * sequence_step
-    row, inside, at, position, low, high = _rows_of_tile(rows, row_stride, field_stride, s, tile, num_rows, GROUP, BM)
+    row, inside, at, position, low, high = rows_of_tile(rows, row_stride, field_stride, s, tile, num_rows, GROUP, BM)
     head = g * GROUP + row % GROUP
     first_key = tl.load(at + 3 * field_stride, mask=inside, other=-1)
     offset = tl.load(at + 4 * field_stride, mask=inside, other=0)
-    start, stop = _keys_of_split(low, high, split, SPLITS, BN)
+    start, stop = keys_of_split(low, high, split, SPLITS, BN)
     q_rows = q + b * q_stride_b + head * q_stride_h + position.to(tl.int64) * q_stride_l
-    q_first = _query_chunk(q_rows, q_stride_d, inside, 0, D, BD)
+    q_first = query_chunk(q_rows, q_stride_d, inside, 0, D, BD)
     k_base = k + b * k_stride_b + g * k_stride_h
     mask_rows = mask + b * mask_stride_b + head * mask_stride_h + position.to(tl.int64) * mask_stride_q
 
@@ -229,11 +99,11 @@ def select(
 
     for block in range(start, stop, BN):
         j = block + n
-        product = _products(
+        product = products(
             q_first, q_rows, q_stride_d, inside, k_base + tl.cast(block, tl.int64) * k_stride_l, k_stride_l, k_stride_d,
             num_keys - block, D, BM, BN, BD, WIDEN,
         )  # fmt: skip
-        z, raw, visible = _visible_logits(
+        z, raw, visible = visible_logits(
             product, scale, softcap, low, high, block, padding + b * padding_stride_b, padding_stride_l, padding_least,
             mask_rows, mask_stride_k, mask_least, num_keys, BN, PADDING, MASK, CAP,
         )  # fmt: skip
@@ -244,7 +114,7 @@ def select(
             uncapped = tl.maximum(uncapped, tl.max(tl.where(visible, raw, float("-inf")), 1))
         first_z = tl.maximum(first_z, tl.max(tl.where(j[None, :] == first_key[:, None], z, float("-inf")), 1))
         if FD > 0:
-            direction = _direction(table, offset, j, visible, TABLE)
+            direction = directions(table, offset, j, visible, TABLE)
             norm += tl.sum(direction * direction, 1)
             if FD == 2:
                 farthest = tl.maximum(farthest, tl.max(tl.where(visible, direction, float("-inf")), 1))
@@ -387,12 +257,12 @@ def spread(
     s = (sg // num_groups).to(tl.int64)
     g = (sg % num_groups).to(tl.int64)
     b = first_sequence + s * sequence_step
-    row, inside, at, position, low, high = _rows_of_tile(rows, row_stride, field_stride, s, tile, num_rows, GROUP, BM)
+    row, inside, at, position, low, high = rows_of_tile(rows, row_stride, field_stride, s, tile, num_rows, GROUP, BM)
     head = g * GROUP + row % GROUP
     offset = tl.load(at + 4 * field_stride, mask=inside, other=0)
-    start, stop = _keys_of_split(low, high, split, SPLITS, BN)
+    start, stop = keys_of_split(low, high, split, SPLITS, BN)
     q_rows = q + b * q_stride_b + head * q_stride_h + position.to(tl.int64) * q_stride_l
-    q_first = _query_chunk(q_rows, q_stride_d, inside, 0, D, BD)
+    q_first = query_chunk(q_rows, q_stride_d, inside, 0, D, BD)
     k_base = k + b * k_stride_b + g * k_stride_h
     mask_rows = mask + b * mask_stride_b + head * mask_stride_h + position.to(tl.int64) * mask_stride_q
 
@@ -432,11 +302,11 @@ def spread(
 
     for block in range(start, stop, BN):
         j = block + tl.arange(0, BN)
-        product = _products(
+        product = products(
             q_first, q_rows, q_stride_d, inside, k_base + tl.cast(block, tl.int64) * k_stride_l, k_stride_l, k_stride_d,
             num_keys - block, D, BM, BN, BD, WIDEN,
         )  # fmt: skip
-        z, _, visible = _visible_logits(
+        z, _, visible = visible_logits(
             product, scale, softcap, low, high, block, padding + b * padding_stride_b, padding_stride_l, padding_least,
             mask_rows, mask_stride_k, mask_least, num_keys, BN, PADDING, MASK, CAP,
         )  # fmt: skip
@@ -449,7 +319,7 @@ def spread(
             ratio_sum += tl.sum(ratio, 1)
             ratio_square += tl.sum(ratio * ratio, 1)
         if FD > 0:
-            ahead = (_direction(table, offset, j, visible, TABLE) - origin[:, None]) * step[:, None]
+            ahead = (directions(table, offset, j, visible, TABLE) - origin[:, None]) * step[:, None]
             y = tl.where(beyond, expm1(tl.minimum(ahead, EXPONENT_LIMIT)), 0.0)
             ey = e * y
             move += tl.sum(ey, 1)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attnmon.stats.triton_fields import MAX_SINK_LEAD
+
 LEAST_GAP = tl.constexpr(1e-12)
 TINY = tl.constexpr(1e-37)
 MAX_SINK = tl.constexpr(1e17)  # of e_s; Lambda is 1 in float32 long before, and squares must not overflow
@@ -78,3 +80,10 @@ def secular_step(mu, second, gap, others, tail_weight, tail_residue, sink, HAS_S
     by_r = (b + root) / tl.maximum(2.0 * r, TINY)
     by_s = 2.0 * s * gap / tl.maximum(root - b, TINY)
     return tl.minimum(tl.maximum(tl.where(b >= 0.0, by_r, by_s), 0.0), gap)
+
+
+@triton.jit
+def sink_lead(sinks, head, largest, seen):
+    return tl.minimum(
+        tl.maximum(tl.load(sinks + head, mask=seen, other=0.0).to(tl.float32) - largest, -1e4), MAX_SINK_LEAD
+    )
