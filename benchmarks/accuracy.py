@@ -62,7 +62,7 @@ def _of(n: int) -> Callable[[torch.Generator], Tensor]:
 
 
 CASES: dict[str, Callable[[torch.Generator, torch.dtype], dict[str, Any]]] = {
-    "causal, L 129": _drawn(129, 129, is_causal=True),
+    "causal, L 129": _drawn(129, 129, is_causal=True, softcap=20.0, sinks=torch.linspace(-2.0, 2.0, 4)),
     "L 4096": _drawn(4, 4096),
     "near one-hot": _rows(_one_hot),
     "ties": _rows(lambda generator: torch.randn(ROWS, 20, generator=generator).repeat(1, 10)),

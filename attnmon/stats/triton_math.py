@@ -84,6 +84,6 @@ def secular_step(mu, second, gap, others, tail_weight, tail_residue, sink, HAS_S
 
 @triton.jit
 def sink_lead(sinks, head, largest, seen):
-    return tl.minimum(
-        tl.maximum(tl.load(sinks + head, mask=seen, other=0.0).to(tl.float32) - largest, -1e4), MAX_SINK_LEAD
-    )
+    """A sink's logit over the row's largest, held where exp neither overflows nor is missed."""
+    logit = tl.load(sinks + head, mask=seen, other=0.0).to(tl.float32)
+    return tl.minimum(tl.maximum(logit - largest, -1e4), MAX_SINK_LEAD)
