@@ -177,13 +177,14 @@ def tile_rows(num_rows: int) -> int:
     return 16 if num_rows <= 32 or on_rocm() else 32
 
 
-def tiles(num_rows: int, head_dim: int, width: int, wide: bool, slots: int, splits: int) -> Tiles:
+def tiles(num_rows: int, head_dim: int, width: int, wide: bool, busy: bool, slots: int, splits: int) -> Tiles:
     """Tiles of a call.
 
     Args:
         num_rows: rows of one sequence and key head.
         head_dim: D; width: E of the token vectors (1 without).
         wide: products run in float32 rather than in 16 bits.
+        busy: biases and large steps together, which take more registers.
         slots: of a row's list of largest logits; splits: parts of the keys.
     """
     chunk = 32 if wide else 64
@@ -192,7 +193,7 @@ def tiles(num_rows: int, head_dim: int, width: int, wide: bool, slots: int, spli
     merged = max(1, min(4, 1024 // (slots * splits)))
     return Tiles(
         BM=rows,
-        BN=16 if wide and head_dim > 128 else 32 if wide or ragged else 64,
+        BN=16 if wide and (head_dim > 128 or busy) else 32 if wide or ragged else 64,
         BD=min(max(16, power_of_two(head_dim)), chunk),
         BE=min(max(16, power_of_two(width)), chunk),
         warps=4 if rows == 16 else 8,

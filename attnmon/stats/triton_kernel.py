@@ -275,17 +275,17 @@ class _Reducer:
         num_rows = num_r * self.group
         total = num_s * num_groups * num_rows
         splits = self._splits(num_s, num_rows)
-        wide = query.dtype == torch.float32 or self.widen
-        cut = fused.tiles(num_rows, head_dim, self.width, wide, self.slots, splits)
-        num_tiles = -(-num_rows // cut.BM)
-        programs = num_s * num_groups * num_tiles * splits
-        scratch = _Scratch(total, splits, self.slots, self.width, query.device)
-
         if tokens is None:
             tokens = key
         x_strides = (tokens.stride(0), tokens.stride(1) if tokens.shape[1] > 1 else 0, *tokens.stride()[2:])
         padding, padding_kind, padding_least = _mask(key_padding_mask)
         mask, mask_kind, mask_least = _mask(attn_mask)
+        biased = padding_kind == 2 or mask_kind == 2
+        wide = query.dtype == torch.float32 or self.widen
+        cut = fused.tiles(num_rows, head_dim, self.width, wide, biased and self.fd == 2, self.slots, splits)
+        num_tiles = -(-num_rows // cut.BM)
+        programs = num_s * num_groups * num_tiles * splits
+        scratch = _Scratch(total, splits, self.slots, self.width, query.device)
         padding_strides = (0, 0) if padding is None else padding.stride()
         mask_strides = (0, 0, 0, 0)
         if mask is not None:
@@ -306,11 +306,14 @@ class _Reducer:
         }  # fmt: skip
         some_sinks = rows if sinks is None else sinks
         loop = {"num_warps": cut.warps, "num_stages": cut.stages}
+        if biased:
+            # both passes must round a logit alike: product and bias are not to be fused in one of them alone
+            loop["enable_fp_fusion"] = False
         by_row = {"num_warps": cut.row_warps}
         if not fused.on_rocm():
             # left alone, ptxas spills a few registers of these to let one block more reside on a multiprocessor
             by_row["maxnreg"] = _ALL_REGISTERS
-            if wide or self.softcap > 0 or self.slots > 32 or head_dim != fused.power_of_two(head_dim):
+            if wide or biased or self.softcap > 0 or self.slots > 32 or head_dim != fused.power_of_two(head_dim):
                 loop["maxnreg"] = _ALL_REGISTERS
 
         yield Launch(

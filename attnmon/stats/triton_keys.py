@@ -312,7 +312,9 @@ def spread(
         )  # fmt: skip
         beyond = (z < last_z[:, None]) | ((z == last_z[:, None]) & (j[None, :] > last_i[:, None]))
         beyond &= visible
-        depth = tl.where(beyond, z - largest[:, None], float("-inf"))
+        # no higher than the last one kept, not even by a rounding: the eigenvalue's poles depend on it
+        depth = tl.minimum(z - largest[:, None], (last_z - largest)[:, None])
+        depth = tl.where(beyond, depth, float("-inf"))
         e = tl.exp(depth)
         if JACOBIAN:
             ratio = e / (above[:, None] - e)
