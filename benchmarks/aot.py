@@ -141,7 +141,7 @@ def source_of(launch: Launch) -> ASTSource:
 
 
 def compiled(launch: Launch, target: str) -> dict[str, int]:
-    """Registers, spilled bytes (or registers) and shared memory of a launch's machine code."""
+    """Registers, bytes spilled to memory, and shared memory of a launch's machine code."""
     kernel = triton.compile(source_of(launch), target=TARGETS[target], options=dict(launch.options))
     usage = {"shared_bytes": int(kernel.metadata.shared), "warps": int(kernel.metadata.num_warps)}
     if target.startswith("sm"):
@@ -176,8 +176,10 @@ def _rocm_usage(assembly: str) -> dict[str, int]:
 
     return {
         "registers": number("vgpr_count"),
-        "spilled_registers": number("vgpr_spill_count") + number("sgpr_spill_count"),
         "spilled_bytes": number("private_segment_fixed_size"),
+        "spilled_registers": number("vgpr_spill_count"),
+        # lanes of vector registers take scalars that do not fit; no memory is involved
+        "scalars_in_lanes": number("sgpr_spill_count"),
     }
 
 

@@ -205,7 +205,7 @@ def circumstances() -> dict[str, Any]:
 
     packages = ("torch", "transformers", "numpy", "triton")
     commit = git("rev-parse", "HEAD")
-    if commit and git("status", "--porcelain", "--untracked-files=no"):
+    if commit and git("status", "--porcelain", "--untracked-files=no", "--", ":!benchmarks/results"):
         commit += " with local changes"
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

@@ -313,7 +313,8 @@ class _Reducer:
         if not fused.on_rocm():
             # left alone, ptxas spills a few registers of these to let one block more reside on a multiprocessor
             by_row["maxnreg"] = _ALL_REGISTERS
-            if wide or biased or self.softcap > 0 or self.slots > 32 or head_dim != fused.power_of_two(head_dim):
+            ragged = head_dim != fused.power_of_two(head_dim)
+            if wide or biased or ragged or self.softcap > 0 or self.slots > 32 or self.with_tokens == 2:
                 loop["maxnreg"] = _ALL_REGISTERS
 
         yield Launch(
