@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnmon.capture.coverage import Site
 from attnmon.errors import AttnmonError
-from attnmon.stats.api import measure, resolve_backend
+from attnmon.stats.api import choose_backend, measure
 from attnmon.stats.packing import Packing
 from attnmon.stats.plan import Plan, choose_sequences, make_plan
 from attnmon.stats.settings import Settings
@@ -121,8 +121,7 @@ class Accumulator:
     def _add(self, site: Site, call: AttentionCall, plan: Plan) -> None:
         if site.heads is not None and site.heads != call.num_heads:
             raise AttnmonError(f"the module's calls have different head counts: {site.heads}, then {call.num_heads}")
-        device = plan.positions.device
-        packed = measure(call, self.settings, plan, self.packing, resolve_backend(self._backend, device))
+        packed = measure(call, self.settings, plan, self.packing, choose_backend(self._backend, call, self.settings))
         site.heads = call.num_heads
         site.calls += 1
         self._calls[site.path] += 1

@@ -3,6 +3,13 @@
 python benchmarks/run.py overhead [--case NAME] [--quick] [--repeats N]
 python benchmarks/run.py sampling [--case NAME] [--quick]
 python benchmarks/run.py paper [--case NAME] [--length L] [--chunks N] [--quick]
+python benchmarks/run.py accuracy [--backend torch|triton] [--quick]
+python benchmarks/run.py kernel   [--backend torch|triton] [--quick] [--repeats N]
+python benchmarks/run.py compile  [--quick]
+python benchmarks/run.py gpu
+
+accuracy, kernel and gpu run on the CUDA device if there is one; accuracy of "triton" without one runs in triton's
+interpreter. compile needs no device.
 """
 
 from __future__ import annotations
@@ -46,14 +53,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         subparser.add_argument("--case", action="append", choices=names, help="only this one; may be repeated")
         subparser.add_argument("--quick", action="store_true", help="one tiny case, to see that it works")
         subparser.add_argument("--output", type=Path, help="JSON file (default: benchmarks/results/, not with --quick)")
+    add_kernel_commands(benchmarks)
     args = parser.parse_args(argv)
 
-    results = {"overhead": run_overhead, "sampling": run_sampling, "paper": run_paper}[args.benchmark](args)
+    where, results = COMMANDS[args.benchmark](args)
     output = args.output
     if output is None and not args.quick:
         lengths = [f"L{length}" for length in getattr(args, "length", None) or ()]
         part = "".join(f"-{name}" for name in (*(args.case or ()), *lengths))
-        output = RESULTS / f"{args.benchmark}-cpu{part}.json"
+        output = RESULTS / f"{where}{part}.json"
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         record = {"benchmark": args.benchmark, **circumstances(), "cases": results}
@@ -62,7 +70,97 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def run_overhead(args: argparse.Namespace) -> list[dict[str, Any]]:
+def add_kernel_commands(benchmarks: Any) -> None:
+    """Benchmarks of single calls and of the kernels."""
+    accuracy = benchmarks.add_parser("accuracy", help="errors of every metric against the float64 reference")
+    kernel = benchmarks.add_parser("kernel", help="one call: the reducer, the dense way, attention itself")
+    kernel.add_argument("--repeats", type=int, default=7, help="timed rounds (default: %(default)s)")
+    compiled = benchmarks.add_parser("compile", help="compile the kernels for devices that are not here")
+    gpu = benchmarks.add_parser("gpu", help="everything that only a CUDA device can tell, in under 8 minutes")
+    for subparser in (accuracy, kernel):
+        subparser.add_argument("--backend", choices=("torch", "triton"), help="default: triton on CUDA, else torch")
+    for subparser in (accuracy, kernel, compiled, gpu):
+        subparser.set_defaults(case=None)
+        subparser.add_argument("--quick", action="store_true", help="a smaller selection; no record unless --output")
+        subparser.add_argument("--output", type=Path, help="JSON file (default: benchmarks/results/)")
+
+
+def device_and_backend(args: argparse.Namespace) -> tuple[str, str]:
+    """Where a benchmark of single calls runs, and by which implementation."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return device, args.backend or ("triton" if device == "cuda" else "torch")
+
+
+def run_accuracy(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
+    """Measure and print errors."""
+    device, backend = device_and_backend(args)
+    if backend == "triton" and device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+    from benchmarks import accuracy
+
+    results = accuracy.run(backend, device, ["near one-hot", "n = N + 1"] if args.quick else None)
+    for dtype in accuracy.DTYPES:
+        print_table(
+            f"Relative error (separability: absolute), {backend} on {device}, {dtype}",
+            accuracy.COLUMNS,
+            accuracy.rows([result for result in results if result["dtype"] == dtype]),
+        )
+    return f"accuracy-{backend}-{device}", results
+
+
+def run_kernel(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
+    """Measure and print times of single calls."""
+    import torch
+
+    from benchmarks import kernel
+
+    device, backend = device_and_backend(args)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    results = []
+    for case in kernel.QUICK if args.quick else kernel.CASES:
+        results.append(kernel.measure(case, backend, device, dtype, args.repeats, args.quick))
+        print(" ".join(kernel.row(results[-1])), file=sys.stderr, flush=True)
+    print_table(
+        f"One call, {backend} on {device}, {machine()['line']}", kernel.COLUMNS, [kernel.row(one) for one in results]
+    )
+    kinds = dict.fromkeys((one["head_dim"], one["heads"], one["groups"]) for one in results)
+    for kind in kinds:
+        alike = [one for one in results if (one["head_dim"], one["heads"], one["groups"]) == kind]
+        slopes = {name: kernel.exponent(alike, name) for name in kernel.VARIANTS}
+        told = ", ".join(f"{name} {slope:.2f}" for name, slope in slopes.items() if slope is not None)
+        print("d {}, {} heads, groups of {}: time grows with L to the power of ".format(*kind) + told)
+    return f"kernel-{backend}-{device}", results
+
+
+def run_compile(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
+    """Compile every kind of kernel and print what it needs."""
+    from benchmarks import aot
+
+    results = []
+    for case in aot.CASES[:1] if args.quick else aot.CASES:
+        for target in aot.TARGETS:
+            for launch in aot.launches_of(case, target):
+                usage = aot.compiled(launch, target)
+                results.append({"case": case.name, "target": target, "kernel": launch.kernel.__name__, **usage})
+    columns = ("registers", "spilled_bytes", "shared_bytes", "warps")
+    lines = [[one["case"], one["kernel"], one["target"], *(str(one[column]) for column in columns)] for one in results]
+    print_table("Compiled without a device", ("case", "kernel", "target", *columns), lines)
+    return "kernels-aot", results
+
+
+def run_gpu(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
+    """The prepared script for a CUDA machine."""
+    del args
+    from benchmarks import gpu
+
+    records = gpu.run()
+    print("\n".join(gpu.summary(records)))
+    return "gpu", records
+
+
+def run_overhead(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
     """Measure and print step times."""
     from benchmarks import overhead
 
@@ -75,10 +173,10 @@ def run_overhead(args: argparse.Namespace) -> list[dict[str, Any]]:
         overhead.COLUMNS,
         [overhead.row(one) for one in results],
     )
-    return results
+    return "overhead-cpu", results
 
 
-def run_sampling(args: argparse.Namespace) -> list[dict[str, Any]]:
+def run_sampling(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
     """Measure and print sampling errors."""
     from benchmarks import sampling
 
@@ -91,10 +189,10 @@ def run_sampling(args: argparse.Namespace) -> list[dict[str, Any]]:
             sampling.COLUMNS,
             sampling.rows(results[-1]),
         )
-    return results
+    return "sampling-cpu", results
 
 
-def run_paper(args: argparse.Namespace) -> list[dict[str, Any]]:
+def run_paper(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
     """Measure and print how long the paper's experiments take."""
     from benchmarks import paper
 
@@ -107,7 +205,18 @@ def run_paper(args: argparse.Namespace) -> list[dict[str, Any]]:
         results.append(paper.measure(subject, case, lengths, chunks, args.length))
     title = f"The paper's experiments, {shape.layers} x {shape.heads} heads, wall time, {machine()['line']}"
     print_table(title, paper.COLUMNS, [paper.row(one) for one in results])
-    return results
+    return "paper-cpu", results
+
+
+COMMANDS = {
+    "overhead": run_overhead,
+    "sampling": run_sampling,
+    "accuracy": run_accuracy,
+    "kernel": run_kernel,
+    "compile": run_compile,
+    "gpu": run_gpu,
+    "paper": run_paper,
+}
 
 
 def selected(table: Sequence[Any], names: Sequence[str] | None) -> list[Any]:
@@ -119,9 +228,9 @@ def circumstances() -> dict[str, Any]:
     """Where and when this was measured, and with what."""
     import torch
 
-    packages = ("torch", "transformers", "numpy")
+    packages = ("torch", "transformers", "numpy", "triton")
     commit = git("rev-parse", "HEAD")
-    if commit and git("status", "--porcelain", "--untracked-files=no"):
+    if commit and git("status", "--porcelain", "--untracked-files=no", "--", ":!benchmarks/results"):
         commit += " with local changes"
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -129,10 +238,19 @@ def circumstances() -> dict[str, Any]:
         "machine": machine(),
         "versions": {
             "python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in packages},
+            **{name: version for name in packages if (version := installed(name))},
         },
         "torch_threads": torch.get_num_threads(),
+        **({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}),
     }
+
+
+def installed(package: str) -> str | None:
+    """Version of a package, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def machine() -> dict[str, Any]:

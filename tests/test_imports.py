@@ -49,7 +49,7 @@ OPTIONAL = {
         "attnmon.theory.paper.model",
         "attnmon.theory.paper.small_model",
     },
-    "triton": {"attnmon.stats.triton_kernel"},
+    "triton": {f"attnmon.stats.triton_{part}" for part in ("fields", "math", "tiles", "keys", "rows", "finish")},
     "scipy": {"attnmon.theory.critical"},
     "matplotlib": {"attnmon.theory.paper.figures", "attnmon.theory.paper.report", "attnmon.theory.paper.from_run"},
     "jinja2": {"attnmon.theory.paper.page"},

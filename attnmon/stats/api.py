@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from attnmon.calls import make_call
-from attnmon.errors import AttnmonError
+from attnmon.errors import AttnmonError, UnsupportedAttention
 from attnmon.metrics import METRICS
+from attnmon.stats import fused
 from attnmon.stats.packing import Packing
 from attnmon.stats.plan import Plan, make_plan
 from attnmon.stats.settings import BACKENDS, Settings
@@ -64,14 +65,16 @@ def attention_stats(
         tokens: "value" (unit length), "value_raw", or "hidden" (unit length; needs ``hidden``).
         fd_epsilon: step of ``jacobian_fd``, in units of standard scaled logits.
         metrics: names from ``attnmon.metrics``; None for all that the arguments allow.
-        backend: "auto", "torch" or "triton".
+        backend: "torch" (streaming, any device, float64 arithmetic); "triton" (fused kernels, CUDA and ROCm devices,
+            float32); "auto": the kernels where they can run and take the call, else streaming.
         hidden: [B, Lk, E] hidden states, for ``tokens="hidden"``.
 
     Returns:
         dict from metric to a float32 tensor [H] on the query's device; NaN for a head without a valid row.
 
     Raises:
-        AttnmonError: an argument is wrong, or a requested metric lacks what it needs.
+        AttnmonError: an argument is wrong, or a requested metric lacks what it needs, or ``backend`` cannot run here.
+        UnsupportedAttention: ``backend="triton"`` and a call that the kernels do not take.
 
     Example:
         >>> q = k = v = torch.zeros(1, 2, 8, 4)
@@ -106,9 +109,8 @@ def attention_stats(
     measured = replace(settings, metrics=tuple(dict.fromkeys((*settings.metrics, *substitutes.values()))))
     packing = Packing(measured.metrics)
     exact = torch.float32 if query.device.type == "mps" else torch.float64
-    packed = measure(
-        call, measured, make_plan(call, measured), packing, resolve_backend(backend, query.device), dtype=exact
-    )
+    chosen = choose_backend(backend, call, measured)
+    packed = measure(call, measured, make_plan(call, measured), packing, chosen, dtype=exact)
     matrix = packed.double().cpu().numpy()
     found = packing.values(matrix)
     found.update({name: found[other] for name, other in substitutes.items()})
@@ -128,8 +130,13 @@ def measure(
 ) -> Tensor:
     """Packed statistics [columns, H] of ``call`` by the named implementation ("torch" or "triton").
 
-    While training the arithmetic is float32; ``attention_stats`` has the time for float64.
+    While training the arithmetic is float32; ``attention_stats`` has the time for float64, which "torch" alone does.
+
+    Raises:
+        UnsupportedAttention: "triton" and a call that the kernels do not take.
     """
+    if backend == "triton":
+        _refuse(call, settings)
     implementation = {"torch": "streaming", "triton": "triton_kernel"}[backend]
     module = import_module(f"attnmon.stats.{implementation}")
     packed: Tensor = module.measure(call, settings, plan, packing, dtype)
@@ -137,17 +144,48 @@ def measure(
 
 
 def resolve_backend(backend: str, device: torch.device | None = None) -> str:
-    """The implementation that "auto" stands for; an explicit choice is checked, never replaced.
+    """The implementation that "auto" stands for on a device; an explicit choice is checked, never replaced.
+
+    Args:
+        backend: "auto", "torch" or "triton".
+        device: where the tensors are; None: not known yet, so that "auto" is "torch" and "triton" is checked against
+            what this machine has.
 
     Raises:
         AttnmonError: unknown name, or an implementation that cannot run here.
     """
-    del device
     if backend not in BACKENDS:
         raise AttnmonError(f"backend must be one of {', '.join(map(repr, BACKENDS))}; got {backend!r}")
     if backend == "triton":
-        raise AttnmonError("backend='triton' is not available in this version; use backend='auto' or 'torch'")
-    return "torch"
+        reason = fused.unavailable(device)
+        if reason is not None:
+            raise AttnmonError(f"backend='triton' cannot run: {reason}. Use backend='auto' or 'torch'")
+        return "triton"
+    on_gpu = backend == "auto" and device is not None and device.type == "cuda"
+    return "triton" if on_gpu and fused.unavailable(device) is None else "torch"
+
+
+def choose_backend(backend: str, call: AttentionCall, settings: Settings) -> str:
+    """The implementation that measures this call, "torch" or "triton"; no work on the device.
+
+    Raises:
+        AttnmonError: unknown name, or an implementation that cannot run here.
+        UnsupportedAttention: an explicit "triton" and a call that the kernels do not take.
+    """
+    source = call.query if call.query is not None else call.logits
+    assert source is not None
+    chosen = resolve_backend(backend, source.device)
+    if chosen == "triton" and backend == "triton":
+        _refuse(call, settings)
+    if chosen == "triton" and fused.unsupported(call, settings) is not None:
+        return "torch"
+    return chosen
+
+
+def _refuse(call: AttentionCall, settings: Settings) -> None:
+    reason = fused.unsupported(call, settings)
+    if reason is not None:
+        raise UnsupportedAttention(f"backend='triton' does not take {reason}; backend='auto' measures it with torch")
 
 
 def _allowed(settings: Settings, call: AttentionCall, *, explicit: bool) -> Settings:
