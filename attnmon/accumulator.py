@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnmon.capture.coverage import Site
 from attnmon.errors import AttnmonError
-from attnmon.stats.api import choose_backend, measure
+from attnmon.reducer import Reducer
 from attnmon.stats.packing import Packing
 from attnmon.stats.plan import Plan, choose_sequences, make_plan
 from attnmon.stats.settings import Settings
@@ -37,12 +37,19 @@ class Accumulator:
         settings: what to measure.
         backend: "auto", "torch" or "triton".
         on_fault: called with a site's path, the error, and whether it is new at that site.
+        on_note: called with a sentence that the user should read once.
     """
 
-    def __init__(self, settings: Settings, backend: str, on_fault: Callable[[str, Exception, bool], None]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        backend: str,
+        on_fault: Callable[[str, Exception, bool], None],
+        on_note: Callable[[str], None],
+    ) -> None:
         self.settings = settings
         self.packing = Packing(settings.metrics)
-        self._backend = backend
+        self._reduce = Reducer(settings, self.packing, backend, on_note)
         self._on_fault = on_fault
         self._matrices: dict[str, Tensor] = {}
         # the masks stay referenced, or another mask could come to lie at the same address
@@ -121,7 +128,7 @@ class Accumulator:
     def _add(self, site: Site, call: AttentionCall, plan: Plan) -> None:
         if site.heads is not None and site.heads != call.num_heads:
             raise AttnmonError(f"the module's calls have different head counts: {site.heads}, then {call.num_heads}")
-        packed = measure(call, self.settings, plan, self.packing, choose_backend(self._backend, call, self.settings))
+        packed, site.backend = self._reduce(call, plan)
         site.heads = call.num_heads
         site.calls += 1
         self._calls[site.path] += 1

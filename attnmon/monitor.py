@@ -81,7 +81,7 @@ class Monitor:
         self._on_alert = on_alert
         self._settings = settings
         self._rules = RuleSet(rules)
-        self._accumulator = Accumulator(settings, backend, self._call_fault)
+        self._accumulator = Accumulator(settings, backend, self._call_fault, self._warn_once)
         self._recorder = Recorder(
             model, self._accumulator, include=include, exclude=exclude, with_hidden=tokens == "hidden"
         )

@@ -70,7 +70,7 @@ def module(tmp_path, monkeypatch):
 def test_a_forward_shows_what_is_captured(module, factory, capsys):
     assert main(["doctor", f"{module}:{factory}"]) == 0
     assert [line.split() for line in capsys.readouterr().out.splitlines()[1:]] == [
-        ["attn", "self", "2", "multi_head_attention_forward", "captured"]
+        ["attn", "self", "2", "multi_head_attention_forward", "torch", "captured"]
     ]
 
 

@@ -23,6 +23,7 @@ LEVELS = {
     "writers": 1,
     "accumulator": 2,
     "pending": 2,
+    "reducer": 2,
     "ranks": 2,
     "monitor": 2,
     "options": 2,

@@ -536,7 +536,7 @@ def broken_measure(*args, **kwargs):
 
 
 def test_a_failing_reducer_is_told_once_and_training_goes_on(model, monkeypatch):
-    monkeypatch.setattr("attnmon.accumulator.measure", broken_measure)
+    monkeypatch.setattr("attnmon.reducer.measure", broken_measure)
     with attnmon.watch(model) as monitor, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
@@ -553,7 +553,7 @@ def test_a_failing_reducer_is_told_once_and_training_goes_on(model, monkeypatch)
 
 
 def test_a_reducer_that_fails_for_one_module_costs_that_module_alone(model, monkeypatch):
-    real, calls = attnmon.accumulator.measure, []
+    real, calls = attnmon.reducer.measure, []
 
     def flaky(call, *args):
         calls.append(call)
@@ -561,7 +561,7 @@ def test_a_reducer_that_fails_for_one_module_costs_that_module_alone(model, monk
             raise RuntimeError("only the first layer")
         return real(call, *args)
 
-    monkeypatch.setattr("attnmon.accumulator.measure", flaky)
+    monkeypatch.setattr("attnmon.reducer.measure", flaky)
     with attnmon.watch(model) as monitor:
         with pytest.warns(AttnmonWarning, match="only the first layer"):
             run(monitor, model, inputs())
@@ -572,7 +572,7 @@ def test_a_reducer_that_fails_for_one_module_costs_that_module_alone(model, monk
 def test_on_error_raise_raises_and_leaves_the_model_clean(model, monkeypatch):
     monitor = attnmon.watch(model, on_error="raise")
     with monkeypatch.context() as patch:
-        patch.setattr("attnmon.accumulator.measure", broken_measure)
+        patch.setattr("attnmon.reducer.measure", broken_measure)
         with pytest.raises(RuntimeError, match="no reduction today"):
             run(monitor, model, inputs())
     assert (hooks(model), function_modes()) == (0, [])
@@ -615,7 +615,7 @@ def test_a_failing_on_alert_is_told_once(model):
 
 
 def test_warnings_as_errors_leave_the_model_clean(model, monkeypatch):
-    monkeypatch.setattr("attnmon.accumulator.measure", broken_measure)
+    monkeypatch.setattr("attnmon.reducer.measure", broken_measure)
     monitor = attnmon.watch(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error", AttnmonWarning)

@@ -225,7 +225,7 @@ def test_the_layout_settles(pair):
 
 def faulty_rank(rank, collective):
     model = new_model()
-    real = attnmon.accumulator.measure
+    real = attnmon.reducer.measure
 
     def broken(*args):
         raise RuntimeError("rank 1 cannot")
@@ -237,7 +237,7 @@ def faulty_rank(rank, collective):
     ):
         warnings.simplefilter("always")
         for step in range(3):
-            attnmon.accumulator.measure = broken if rank == 1 and step < 2 else real
+            attnmon.reducer.measure = broken if rank == 1 and step < 2 else real
             step_over(monitor, model, share(rank, (2, 3)), collective=collective)
             monitor.flush()
             rows.append(int(monitor.latest.rows["layers.0"][0]) // LENGTH)

@@ -20,6 +20,7 @@ class CoverageRecord:
         route: how its calls are seen ("sdpa", "eager", ...); "" until one was.
         calls: attention calls measured so far.
         refused: calls that were not measured, by reason.
+        backend: what reduced its newest call, "torch" or "triton"; "" until one was.
     """
 
     path: str
@@ -30,6 +31,7 @@ class CoverageRecord:
     route: str
     calls: int
     refused: dict[str, int]
+    backend: str = ""
 
 
 @dataclass(slots=True)
@@ -45,6 +47,7 @@ class Site:
     heads: int | None = None
     route: str = ""
     calls: int = 0
+    backend: str = ""
     refused: Counter[str] = field(default_factory=Counter)
 
     def refuse(self, reason: str) -> bool:
@@ -65,19 +68,19 @@ class Site:
         else:
             status, reason = "waiting", ""
         return CoverageRecord(
-            self.path, self.kind, self.heads, status, reason, self.route, self.calls, dict(self.refused)
+            self.path, self.kind, self.heads, status, reason, self.route, self.calls, dict(self.refused), self.backend
         )
 
 
 def coverage_table(records: Iterable[CoverageRecord]) -> str:
     """A plain text table, one line a module."""
-    rows = [("module", "kind", "heads", "route", "status")]
+    rows = [("module", "kind", "heads", "route", "backend", "status")]
     for record in records:
         status = f"{record.status}: {record.reason}" if record.reason else record.status
         heads = "-" if record.heads is None else str(record.heads)
-        rows.append((record.path or "(model)", record.kind, heads, record.route or "-", status))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        rows.append((record.path or "(model)", record.kind, heads, record.route or "-", record.backend or "-", status))
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
     return "\n".join(
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row[:4], widths, strict=True)), row[4]]).rstrip()
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row[:5], widths, strict=True)), row[5]]).rstrip()
         for row in rows
     )
