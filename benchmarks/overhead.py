@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +19,17 @@ import attnmon
 from benchmarks.cases import OverheadCase
 
 VARIANTS = ("off", "on", "idle", "eager")
+PEERS = ("module-monitor", "probe", "compiled", "compiled-on")
 """off: the bare step. on: ``attnmon.watch`` with its defaults, every step. idle: the same with
 ``every_n_steps=1000``, steps that are not measured. eager: ``attn_implementation="eager"``,
-``output_attentions=True`` and the mean entropy of each head from the returned weights, in float32."""
+``output_attentions=True`` and the mean entropy of each head from the returned weights, in float32.
+
+Of the peers, module-monitor: torch-module-monitor's attention monitor, every step. probe: 128 rows x L scores of
+every sequence and head, softmax and entropy. compiled, compiled-on: ``torch.compile`` of the bare and of the watched model."""
 
 
-def build(case: OverheadCase) -> dict[str, nn.Module]:
-    """A model for each variant, all with the same weights."""
+def build(case: OverheadCase, variants: Sequence[str] = VARIANTS) -> dict[str, nn.Module]:
+    """A model for each variant ("off" among them), all with the same weights."""
     config = GPT2Config(
         vocab_size=case.vocab,
         n_positions=case.length,
@@ -39,7 +45,7 @@ def build(case: OverheadCase) -> dict[str, nn.Module]:
     )
     torch.manual_seed(0)
     models: dict[str, nn.Module] = {}
-    for variant in VARIANTS:
+    for variant in variants:
         chosen = copy.deepcopy(config)
         chosen._attn_implementation = "eager" if variant == "eager" else "sdpa"
         models[variant] = GPT2LMHeadModel(chosen)
@@ -66,7 +72,7 @@ def steppers(models: dict[str, nn.Module]) -> tuple[dict[str, Callable[[Tensor],
     """A training step for each variant, and the monitor of the one that is watched."""
     optimizers = {variant: torch.optim.AdamW(model.parameters(), lr=1e-4) for variant, model in models.items()}
     monitor = attnmon.watch(models["on"])
-    idle_monitor = attnmon.watch(models["idle"], every_n_steps=1000)
+    idle_monitor = attnmon.watch(models["idle"], every_n_steps=1000) if "idle" in models else None
 
     def update(variant: str) -> None:
         optimizers[variant].step()
@@ -82,6 +88,7 @@ def steppers(models: dict[str, nn.Module]) -> tuple[dict[str, Callable[[Tensor],
         update("on")
 
     def idle(tokens: Tensor) -> None:
+        assert idle_monitor is not None
         with idle_monitor.step():
             loss_of(models["idle"](tokens).logits, tokens).backward()
         update("idle")
@@ -92,19 +99,52 @@ def steppers(models: dict[str, nn.Module]) -> tuple[dict[str, Callable[[Tensor],
         loss_of(output.logits, tokens).backward()
         update("eager")
 
-    return {"off": off, "on": on, "idle": idle, "eager": eager}, monitor
+    steps = {"off": off, "on": on, "idle": idle, "eager": eager, **peer_steppers(models, update)}
+    return {variant: steps[variant] for variant in models}, monitor
 
 
-def measure(case: OverheadCase, repeats: int, warmup: int) -> dict[str, Any]:
+def peer_steppers(models: dict[str, nn.Module], update: Callable[[str], None]) -> dict[str, Callable[[Tensor], None]]:
+    """The training steps of those peers that are among ``models``."""
+    from benchmarks import peers
+
+    def stepper(variant: str, forward: Callable[..., Any], bracket: Callable[[int], Any]) -> Callable[[Tensor], None]:
+        count = itertools.count()
+
+        def step(tokens: Tensor) -> None:
+            with bracket(next(count)):
+                loss_of(forward(tokens).logits, tokens).backward()
+            update(variant)
+
+        return step
+
+    def nothing(step: int) -> Any:
+        return contextlib.nullcontext()
+
+    steps = {}
+    for variant in set(PEERS) & set(models):
+        model, bracket = models[variant], nothing
+        if variant == "module-monitor":
+            bracket = peers.watched_by_module_monitor(model)
+        elif variant == "probe":
+            peers.watched_by_probe(model)
+        elif variant == "compiled-on":
+            watching = attnmon.watch(model)
+            bracket = lambda step, watching=watching: watching.step()  # noqa: E731
+        forward = torch.compile(model) if variant.startswith("compiled") else model
+        steps[variant] = stepper(variant, forward, bracket)
+    return steps
+
+
+def measure(case: OverheadCase, repeats: int, warmup: int, variants: Sequence[str] = VARIANTS) -> dict[str, Any]:
     """Step times of one case. The variants take turns within a round, and the order turns with the rounds, so that
     whatever else the machine does meets them alike."""
-    steps, monitor = steppers(build(case))
+    steps, monitor = steppers(build(case, variants))
     generator = torch.Generator().manual_seed(1)
-    seconds: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    seconds: dict[str, list[float]] = {variant: [] for variant in variants}
     for round_ in range(warmup + repeats):
         tokens = torch.randint(case.vocab, (case.batch, case.length), generator=generator)
-        turn = round_ % len(VARIANTS)
-        for variant in VARIANTS[turn:] + VARIANTS[:turn]:
+        turn = round_ % len(variants)
+        for variant in (*variants[turn:], *variants[:turn]):
             start = time.perf_counter()
             steps[variant](tokens)
             if round_ >= warmup:
@@ -120,7 +160,7 @@ def measure(case: OverheadCase, repeats: int, warmup: int) -> dict[str, Any]:
         "seconds": {variant: quantiles(times) for variant, times in seconds.items()},
         "ratio_to_off": {
             variant: quantiles([one / bare for one, bare in zip(seconds[variant], seconds["off"], strict=True)])
-            for variant in VARIANTS[1:]
+            for variant in variants[1:]
         },
         "samples": seconds,
     }
@@ -134,12 +174,14 @@ def quantiles(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "q20": fifths[0], "q80": fifths[3]}
 
 
-COLUMNS = ("case", "batch", *(f"{name} (s)" for name in VARIANTS), *(f"{name} / off" for name in VARIANTS[1:]))
+def columns(variants: Sequence[str]) -> list[str]:
+    """Heads of the table."""
+    return ["case", "batch", *(f"{name} (s)" for name in variants), *(f"{name} / off" for name in variants[1:])]
 
 
 def row(result: dict[str, Any]) -> list[str]:
     """One line of the table: medians, with the 20 to 80 % range of the ratios of steps of the same round."""
-    times = [f"{result['seconds'][variant]['median']:.3f}" for variant in VARIANTS]
+    times = [f"{seconds['median']:.3f}" for seconds in result["seconds"].values()]
     ratios = [
         f"{ratio['median']:.3f} ({ratio['q20']:.3f}-{ratio['q80']:.3f})" for ratio in result["ratio_to_off"].values()
     ]

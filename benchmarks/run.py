@@ -1,6 +1,7 @@
 """Runs a benchmark, prints a table and writes JSON with the machine, the versions, the date and the commit.
 
-python benchmarks/run.py overhead [--case NAME] [--quick] [--repeats N]
+python benchmarks/run.py overhead [--case NAME] [--quick] [--repeats N] [--peers]
+python benchmarks/run.py memory [--case NAME] [--quick]
 python benchmarks/run.py sampling [--case NAME] [--quick]
 python benchmarks/run.py paper [--case NAME] [--length L] [--chunks N] [--quick]
 python benchmarks/run.py accuracy [--backend torch|triton] [--quick]
@@ -41,12 +42,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     overhead = benchmarks.add_parser("overhead", help="step time with the monitor off, on, and the eager way")
     overhead.add_argument("--repeats", type=int, default=15, help="timed rounds (default: %(default)s)")
     overhead.add_argument("--warmup", type=int, default=2, help="untimed rounds (default: %(default)s)")
+    overhead.add_argument("--peers", action="store_true", help="other ways of watching and compiled models as well")
+    memory = benchmarks.add_parser("memory", help="peak memory of a step with the monitor off and on")
     sampling = benchmarks.add_parser("sampling", help="sampled statistics against those of all rows")
     paper = benchmarks.add_parser("paper", help="the paper's five experiments at GPT-2 124M's shape")
     paper.add_argument("--length", type=int, action="append", help="only this one; may be repeated")
     paper.add_argument("--chunks", type=int, default=4, help="pieces of text (default: %(default)s)")
     for subparser, names in (
         (overhead, [case.name for case in cases.OVERHEAD]),
+        (memory, [case.name for case in cases.OVERHEAD]),
         (sampling, [case.name for case in cases.SAMPLING]),
         (paper, list(cases.PAPER)),
     ):
@@ -162,18 +166,37 @@ def run_gpu(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
 
 def run_overhead(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
     """Measure and print step times."""
-    from benchmarks import overhead
+    from benchmarks import overhead, peers
+
+    variants = list(overhead.VARIANTS)
+    for peer in overhead.PEERS if args.peers else ():
+        if (reason := peers.missing(peer)) is None:
+            variants.append(peer)
+        else:
+            print(f"{peer} is left out: {reason}", file=sys.stderr)
+    results = []
+    for case in selected(cases.OVERHEAD_QUICK if args.quick else cases.OVERHEAD, args.case):
+        print(f"measuring {case.name} ...", file=sys.stderr, flush=True)
+        results.append(overhead.measure(case, args.repeats, args.warmup, variants))
+    print_table(
+        f"Training step, medians (20-80 %), {machine()['line']}",
+        overhead.columns(variants),
+        [overhead.row(one) for one in results],
+    )
+    return "overhead-cpu-peers" if args.peers else "overhead-cpu", results
+
+
+def run_memory(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
+    """Measure and print peak memory."""
+    from benchmarks import memory
 
     results = []
     for case in selected(cases.OVERHEAD_QUICK if args.quick else cases.OVERHEAD, args.case):
         print(f"measuring {case.name} ...", file=sys.stderr, flush=True)
-        results.append(overhead.measure(case, args.repeats, args.warmup))
-    print_table(
-        f"Training step, medians (20-80 %), {machine()['line']}",
-        overhead.COLUMNS,
-        [overhead.row(one) for one in results],
-    )
-    return "overhead-cpu", results
+        results.append(memory.measure(case))
+    title = f"Peak memory of {memory.STEPS} training steps, medians, {machine()['line']}"
+    print_table(title, memory.COLUMNS, [memory.row(one) for one in results])
+    return "memory-cpu", results
 
 
 def run_sampling(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
@@ -210,6 +233,7 @@ def run_paper(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
 
 COMMANDS = {
     "overhead": run_overhead,
+    "memory": run_memory,
     "sampling": run_sampling,
     "accuracy": run_accuracy,
     "kernel": run_kernel,
