@@ -25,7 +25,8 @@ PEERS = ("module-monitor", "probe", "compiled", "compiled-on")
 ``output_attentions=True`` and the mean entropy of each head from the returned weights, in float32.
 
 Of the peers, module-monitor: torch-module-monitor's attention monitor, every step. probe: 128 rows x L scores of
-every sequence and head, softmax and entropy. compiled, compiled-on: ``torch.compile`` of the bare and of the watched model."""
+every sequence and head, softmax and entropy. compiled, compiled-on: the bare and the watched model,
+compiled."""
 
 
 def build(case: OverheadCase, variants: Sequence[str] = VARIANTS) -> dict[str, nn.Module]:
