@@ -28,6 +28,7 @@ OVERHEAD = (
     OverheadCase(layers=4, dim=512, heads=8, length=256, batch=4, vocab=256),
     OverheadCase(layers=4, dim=512, heads=8, length=512, batch=4, vocab=256),
     OverheadCase(layers=4, dim=512, heads=8, length=1024, batch=2, vocab=256),
+    OverheadCase(layers=6, dim=512, heads=8, length=512, batch=4, vocab=50257),
     OverheadCase(layers=12, dim=768, heads=12, length=256, batch=4, vocab=50257),
     OverheadCase(layers=12, dim=768, heads=12, length=512, batch=4, vocab=50257),
     OverheadCase(layers=12, dim=768, heads=12, length=1024, batch=2, vocab=50257),

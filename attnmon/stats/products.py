@@ -44,6 +44,8 @@ def gather_vectors(vectors: Tensor, index: Tensor, group: int) -> Tensor:
 
 def weighted_vectors(vectors: Tensor, index: Tensor, factor: Tensor, group: int) -> Tensor:
     """Sum over N of ``factor`` [S, H, R, N] times the indexed vectors (see ``gather_vectors``): [S, H, R, E]."""
+    if vectors.device.type != "cpu":  # not every device has the operation below
+        return (factor[..., None, :] @ gather_vectors(vectors, index, group)).squeeze(-2)
     table, rows = _as_table(vectors, index, group)
     flat = torch.nn.functional.embedding_bag(
         rows.flatten(0, 2), table, per_sample_weights=factor.flatten(0, 2), mode="sum"
