@@ -23,7 +23,7 @@ from attnmon.capture.torch_calls import Described
 from attnmon.errors import UnsupportedAttention
 
 if TYPE_CHECKING:
-    from attnmon.capture.recorder import Recorder
+    from attnmon.capture.protocols import Caller
 
 _PACKAGES = ("flash_attn", "flash_attn_interface", "flash_attn_3", "flash_attn_4")
 _KEEPS_FUNCTIONS = "transformers.modeling_flash_attention_utils"  # fills globals of its own at the first call
@@ -49,14 +49,14 @@ _DENSE_ELEMENTS = 1 << 22  # of a bias that is written out; larger ones are refu
 
 
 class FlashPatch:
-    """Stands before the functions of flash_attn; see ``attnmon.capture.recorder.Patch``.
+    """Stands before the functions of flash_attn; see ``attnmon.capture.protocols.Patch``.
 
     Args:
         recorder: told of each call.
         modules: the watched modules.
     """
 
-    def __init__(self, recorder: Recorder, modules: Sequence[weakref.ref[nn.Module]]) -> None:
+    def __init__(self, recorder: Caller, modules: Sequence[weakref.ref[nn.Module]]) -> None:
         self._recorder, self._modules = recorder, modules
         self._replacements = Replacements(recorder)
         self._loaded: tuple[int, str] | None = None  # what was imported when the places were looked for

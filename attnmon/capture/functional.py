@@ -18,7 +18,7 @@ from attnmon.capture.rebind import Rebinding
 from attnmon.capture.torch_calls import describe_mha, describe_sdpa
 
 if TYPE_CHECKING:
-    from attnmon.capture.recorder import Recorder
+    from attnmon.capture.protocols import Caller
 
 
 class FunctionalPatch(Rebinding):
@@ -28,7 +28,7 @@ class FunctionalPatch(Rebinding):
     anew, too.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Caller) -> None:
         self._recorder = recorder
         super().__init__(_present, self._make_stand_in, _may_change)
 

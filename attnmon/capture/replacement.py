@@ -15,7 +15,7 @@ from attnmon.capture.torch_calls import Described
 from attnmon.errors import UnsupportedAttention
 
 if TYPE_CHECKING:
-    from attnmon.capture.recorder import Recorder
+    from attnmon.capture.protocols import Caller
 
 LIVING: weakref.WeakSet[Replacement] = weakref.WeakSet()
 
@@ -38,7 +38,7 @@ class Replacement:
 
     def __init__(
         self,
-        recorder: Recorder,
+        recorder: Caller,
         route: str,
         original: Callable[..., Any],
         describe: Callable[[tuple[Any, ...], Mapping[str, Any]], Described],
@@ -104,7 +104,7 @@ def chain(function: Any) -> list[Any]:
 class Replacements:
     """The replacements of one recorder, by what they stand before and under which name."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Caller) -> None:
         self._recorder = recorder
         self._made: dict[tuple[int, str], Replacement] = {}
 
