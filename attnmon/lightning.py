@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import inspect
@@ -23,6 +24,11 @@ from attnmon.writers import ConsoleWriter, JsonlWriter, TensorBoardWriter, Write
 from attnmon.writers.logger import LoggerWriter
 
 __all__ = ["AttentionMonitor"]
+
+# the options that a monitor's numbers and alerts depend on
+_IN_STATE_KEY = (
+    "every_n_steps", "rows", "sequences", "top_n", "tokens", "fd_epsilon", "metrics", "include", "exclude", "rules"
+)  # fmt: skip
 
 
 def _callback_bases() -> tuple[type, ...]:
@@ -54,6 +60,10 @@ class AttentionMonitor(_Base):
     those that can show them, at the step of the trainer's own logs; alerts also go to the console. Without a logger
     records go to ``attnmon.jsonl`` in the trainer's root directory. Over data-parallel ranks the numbers are merged
     exactly by one collective a measured step, and rank 0 writes. A checkpoint carries baselines and open alerts.
+
+    One Trainer may have several, if they differ in an option that the numbers or the alerts depend on: it is part of
+    the key under which a checkpoint keeps their states. A Trainer's only monitor also takes up a state that was saved
+    under other options.
 
     Args:
         log_every_n_steps: snapshots are written every so many steps; None for the trainer's own setting.
@@ -90,6 +100,14 @@ class AttentionMonitor(_Base):
         self._steps_before = 0
         self._told = False
         self._is_open = False
+
+    @property
+    def state_key(self) -> str:
+        """The key of this callback's state in a checkpoint: the class, and the options that tell it from another."""
+        distinguishing = {name: self._options[name] for name in _IN_STATE_KEY if name in self._options}
+        defaults = inspect.signature(watch).parameters
+        chosen = {name: given for name, given in distinguishing.items() if given != defaults[name].default}
+        return type(self).__qualname__ + (repr(chosen) if chosen else "")
 
     @property
     def monitor(self) -> Monitor:
@@ -183,6 +201,20 @@ class AttentionMonitor(_Base):
         if self._monitor is None or self._restored is not None:
             return self._restored or {}
         return self._monitor.state_dict()
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Where it can only be meant for this monitor, take up a state that was saved under another key.
+
+        The key depends on options, which may have changed since; in checkpoints of older versions it did not.
+        """
+        states = checkpoint.get("callbacks") or {}
+        monitors = sum(isinstance(callback, AttentionMonitor) for callback in trainer.callbacks)
+        if self.state_key in states or monitors != 1:
+            return
+        name = type(self).__qualname__
+        keys = [key for key in states if key == name or str(key).startswith(f"{name}{{")]
+        if len(keys) == 1:
+            self.load_state_dict(copy.deepcopy(states[keys[0]]))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a checkpoint; one of another version is left aside with a warning."""
