@@ -220,7 +220,7 @@ class Monitor:
 
     def _snapshot_of(self, step: int, matrices: dict[str, NDArray[np.float64]]) -> Snapshot:
         packing = self._accumulator.packing
-        paths = tuple(sorted(matrices, key=self._recorder.order))
+        paths = tuple(self._recorder.in_order(matrices))
         values: dict[str, dict[str, Any]] = {name: {} for name in packing.metrics}
         by_reason: dict[str, dict[str, Any]] = {}
         for path in paths:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from attnmon.capture.registry import RegistryPatch
 from attnmon.capture.replay import Replay
 from attnmon.capture.reporter import Reporter
 from attnmon.capture.running import Frame, Running, hidden_of, in_backward
-from attnmon.capture.sites import coverage_of, find_sites, takes_fused_path
+from attnmon.capture.sites import by_name, coverage_of, find_sites, takes_fused_path
 from attnmon.capture.torch_calls import CallMode
 from attnmon.capture.traced_calls import TracedCalls, TracedSoftmax
 from attnmon.errors import UnsupportedAttention
@@ -95,16 +95,19 @@ class Recorder:
 
     @property
     def all_sites(self) -> list[Site]:
-        """Every place that is or may be watched, in the model's order; the same on every rank."""
+        """Every place that is or may be watched, in the model's order."""
         return self._sites
 
     def coverage(self) -> list[CoverageRecord]:
         """Records of the sites that are attention or were seen to make attention calls, in the model's order."""
         return coverage_of(self._sites, self.measured_steps)
 
-    def order(self, path: str) -> int:
-        """Position of a module in the model, for sorting."""
-        return self._order[path]
+    def in_order(self, paths: Iterable[str]) -> list[str]:
+        """Module paths as they come in the model; by name where some are of another rank's part of it."""
+        paths = list(paths)
+        if all(path in self._order for path in paths):
+            return sorted(paths, key=self._order.__getitem__)
+        return sorted(paths, key=by_name)
 
     # -- a measured step ------------------------------------------------------------------------------------
 

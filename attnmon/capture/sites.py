@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Sequence
 
@@ -66,6 +67,11 @@ def coverage_of(sites: Sequence[Site], measured_steps: int) -> list[CoverageReco
         or site.refused
         or (site.expected and not any(path.startswith(f"{site.path}.".lstrip(".")) for path in made_calls))
     ]
+
+
+def by_name(path: str) -> list[str | int]:
+    """A sorting key under which ``layers.2`` comes before ``layers.10``."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"([0-9]+)", path)]
 
 
 def takes_fused_path(module: nn.Module, inside_encoder: bool) -> bool:
