@@ -38,14 +38,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny tensors: more threads only get in each other's way
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(params=["pytorch_lightning", "lightning.pytorch"])
 def lightning(request):
     return pytest.importorskip(request.param)

@@ -23,14 +23,6 @@ HEADS, LENGTH, WIDTH = 2, 18, 8
 EVERY_ROW = {"rows": None, "sequences": None, "top_n": 4, "on_error": "raise"}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny tensors: more threads only get in each other's way
-    yield
-    torch.set_num_threads(threads)
-
-
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()

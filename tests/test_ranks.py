@@ -475,11 +475,9 @@ def run_two_ranks(folder, package, accumulate):
 @pytest.mark.parametrize(("package", "accumulate"), [("pytorch_lightning", 2), ("lightning.pytorch", 1)])
 def test_lightning_ddp_equals_one_process(tmp_path, package, accumulate):
     pytest.importorskip(package)
-    threads = torch.get_num_threads()
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
     lightning_fit(package, str(tmp_path / "one"), 1, accumulate)
-    torch.set_num_threads(threads)
     run_two_ranks(tmp_path / "two", package, accumulate)
     whole, first, second = (
         json.loads((tmp_path / name).read_text()) for name in ("one/rank0.json", "two/rank0.json", "two/rank1.json")
