@@ -13,17 +13,15 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from attnmon.capture.protocols import Caller
 from attnmon.capture.replacement import LIVING, Replacement, Replacements, chain, matched_boundaries, number, standing
 from attnmon.capture.torch_calls import Described
 from attnmon.errors import UnsupportedAttention
-
-if TYPE_CHECKING:
-    from attnmon.capture.protocols import Caller
 
 _PACKAGES = ("flash_attn", "flash_attn_interface", "flash_attn_3", "flash_attn_4")
 _KEEPS_FUNCTIONS = "transformers.modeling_flash_attention_utils"  # fills globals of its own at the first call

@@ -9,16 +9,14 @@ anew, and unmeasured steps go on with the graph they had.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from attnmon.capture.protocols import Caller
 from attnmon.capture.rebind import Rebinding
 from attnmon.capture.torch_calls import describe_mha, describe_sdpa
-
-if TYPE_CHECKING:
-    from attnmon.capture.protocols import Caller
 
 
 class FunctionalPatch(Rebinding):

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from attnmon.capture.flex import mask_of
+from attnmon.capture.protocols import Caller
 from attnmon.capture.replacement import Replacement, Replacements, matched_boundaries, number, standing
 from attnmon.capture.torch_calls import Described
 from attnmon.errors import UnsupportedAttention
 
 if TYPE_CHECKING:
     from attnmon.capture.coverage import Site
-    from attnmon.capture.protocols import Caller
 
 _Table = MutableMapping[str, Any]
 

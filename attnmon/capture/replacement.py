@@ -6,16 +6,14 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from attnmon.capture.protocols import Caller
 from attnmon.capture.torch_calls import Described
 from attnmon.errors import UnsupportedAttention
-
-if TYPE_CHECKING:
-    from attnmon.capture.protocols import Caller
 
 LIVING: weakref.WeakSet[Replacement] = weakref.WeakSet()
 
