@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from attnmon.capture.arguments import matched_boundaries, number
 from attnmon.capture.flex import mask_of
 from attnmon.capture.protocols import Caller
-from attnmon.capture.replacement import Replacement, Replacements, matched_boundaries, number, standing
+from attnmon.capture.replacement import Replacement, Replacements
+from attnmon.capture.standins import standing
 from attnmon.capture.torch_calls import Described
 from attnmon.errors import UnsupportedAttention
 
