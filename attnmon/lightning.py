@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 import importlib.util
-import inspect
 import os
 import sys
 import warnings
@@ -15,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from attnmon.capture import CoverageRecord, coverage_table
 from attnmon.errors import AttnmonError, AttnmonWarning, MissingExtra
-from attnmon.monitor import Monitor, watch
-from attnmon.options import as_tuple, check_options
-from attnmon.rules import Rule
+from attnmon.monitor import Monitor
+from attnmon.options import DEFAULTS, Options
 from attnmon.stats.settings import check_count
 from attnmon.types import Alert, Snapshot
 from attnmon.writers import ConsoleWriter, JsonlWriter, TensorBoardWriter, Writer
@@ -82,17 +80,14 @@ class AttentionMonitor(_Base):
         check_count("log_every_n_steps", log_every_n_steps, none_means="the trainer's own")
         if "write_every_n_steps" in options:
             raise AttnmonError("write_every_n_steps is called log_every_n_steps in this callback")
-        accepted = {"log_every_n_steps", *inspect.signature(watch).parameters} - {"model", "write_every_n_steps"}
+        accepted = {"log_every_n_steps", *DEFAULTS} - {"write_every_n_steps"}
         unknown = ", ".join(repr(name) for name in options if name not in accepted)
         if unknown:
             raise AttnmonError(f"unknown option {unknown}; accepted are: {', '.join(sorted(accepted))}")
+        checked = Options(writers=writers, **options)  # type: ignore[arg-type]  # made a tuple there
+        self._writers = checked.writers
         # what runs once is kept: a second fit needs it again
-        for name, kind in (("metrics", str), ("rules", Rule), ("include", str), ("exclude", str)):
-            if name in options:
-                options[name] = as_tuple(name, options[name], kind)
-        self._writers: tuple[Writer, ...] = as_tuple("writers", writers, Writer) or ()
-        check_options(writers=self._writers, **options)
-        self._options = options
+        self._options = {name: getattr(checked, name) for name in options}
         self._log_every_n_steps = log_every_n_steps
         self._monitor: Monitor | None = None
         self._model: weakref.ref[Any] | None = None
@@ -104,9 +99,8 @@ class AttentionMonitor(_Base):
     @property
     def state_key(self) -> str:
         """The key of this callback's state in a checkpoint: the class, and the options that tell it from another."""
-        distinguishing = {name: self._options[name] for name in _IN_STATE_KEY if name in self._options}
-        defaults = inspect.signature(watch).parameters
-        chosen = {name: given for name, given in distinguishing.items() if given != defaults[name].default}
+        given = {name: self._options.get(name, DEFAULTS[name]) for name in _IN_STATE_KEY}
+        chosen = {name: option for name, option in given.items() if option != DEFAULTS[name]}
         return type(self).__qualname__ + (repr(chosen) if chosen else "")
 
     @property
