@@ -639,6 +639,7 @@ def _key_of_older_versions(checkpoint):
     checkpoint["callbacks"]["AttentionMonitor"] = checkpoint["callbacks"].pop(_only_key(checkpoint))
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path.")
 @pytest.mark.parametrize("damage", [_key_of_older_versions, None])
 def test_an_only_monitor_takes_up_a_state_under_another_key(lightning, tmp_path, damage):
     first = AttentionMonitor(rules=[hot_rule(patience=2)], **SMALL)
@@ -649,6 +650,7 @@ def test_an_only_monitor_takes_up_a_state_under_another_key(lightning, tmp_path,
     assert second.state_dict()["next_step"] == 8
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path.")
 def test_of_two_monitors_none_takes_up_a_state_under_another_key(lightning, tmp_path):
     first = AttentionMonitor(rules=[hot_rule(patience=2)], **SMALL)
     second = [AttentionMonitor(rules=[hot_rule(patience=n)], **SMALL) for n in (1, 2)]
