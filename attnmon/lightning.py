@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
-import inspect
 import os
 import sys
 import warnings
@@ -14,15 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 from attnmon.capture import CoverageRecord, coverage_table
 from attnmon.errors import AttnmonError, AttnmonWarning, MissingExtra
-from attnmon.monitor import Monitor, watch
-from attnmon.options import as_tuple, check_options
-from attnmon.rules import Rule
+from attnmon.monitor import Monitor
+from attnmon.options import DEFAULTS, Options
 from attnmon.stats.settings import check_count
 from attnmon.types import Alert, Snapshot
 from attnmon.writers import ConsoleWriter, JsonlWriter, TensorBoardWriter, Writer
 from attnmon.writers.logger import LoggerWriter
 
 __all__ = ["AttentionMonitor"]
+
+# the options that a monitor's numbers and alerts depend on
+_IN_STATE_KEY = (
+    "every_n_steps", "rows", "sequences", "top_n", "tokens", "fd_epsilon", "metrics", "include", "exclude", "rules"
+)  # fmt: skip
 
 
 def _callback_bases() -> tuple[type, ...]:
@@ -55,6 +59,10 @@ class AttentionMonitor(_Base):
     records go to ``attnmon.jsonl`` in the trainer's root directory. Over data-parallel ranks the numbers are merged
     exactly by one collective a measured step, and rank 0 writes. A checkpoint carries baselines and open alerts.
 
+    One Trainer may have several, if they differ in an option that the numbers or the alerts depend on: it is part of
+    the key under which a checkpoint keeps their states. A Trainer's only monitor also takes up a state that was saved
+    under other options.
+
     Args:
         log_every_n_steps: snapshots are written every so many steps; None for the trainer's own setting.
         writers: further writers, besides those for the trainer's loggers.
@@ -72,17 +80,14 @@ class AttentionMonitor(_Base):
         check_count("log_every_n_steps", log_every_n_steps, none_means="the trainer's own")
         if "write_every_n_steps" in options:
             raise AttnmonError("write_every_n_steps is called log_every_n_steps in this callback")
-        accepted = {"log_every_n_steps", *inspect.signature(watch).parameters} - {"model", "write_every_n_steps"}
+        accepted = {"log_every_n_steps", *DEFAULTS} - {"write_every_n_steps"}
         unknown = ", ".join(repr(name) for name in options if name not in accepted)
         if unknown:
             raise AttnmonError(f"unknown option {unknown}; accepted are: {', '.join(sorted(accepted))}")
+        checked = Options(writers=writers, **options)  # type: ignore[arg-type]  # made a tuple there
+        self._writers = checked.writers
         # what runs once is kept: a second fit needs it again
-        for name, kind in (("metrics", str), ("rules", Rule), ("include", str), ("exclude", str)):
-            if name in options:
-                options[name] = as_tuple(name, options[name], kind)
-        self._writers: tuple[Writer, ...] = as_tuple("writers", writers, Writer) or ()
-        check_options(writers=self._writers, **options)
-        self._options = options
+        self._options = {name: getattr(checked, name) for name in options}
         self._log_every_n_steps = log_every_n_steps
         self._monitor: Monitor | None = None
         self._model: weakref.ref[Any] | None = None
@@ -90,6 +95,13 @@ class AttentionMonitor(_Base):
         self._steps_before = 0
         self._told = False
         self._is_open = False
+
+    @property
+    def state_key(self) -> str:
+        """The key of this callback's state in a checkpoint: the class, and the options that tell it from another."""
+        given = {name: self._options.get(name, DEFAULTS[name]) for name in _IN_STATE_KEY}
+        chosen = {name: option for name, option in given.items() if option != DEFAULTS[name]}
+        return type(self).__qualname__ + (repr(chosen) if chosen else "")
 
     @property
     def monitor(self) -> Monitor:
@@ -183,6 +195,20 @@ class AttentionMonitor(_Base):
         if self._monitor is None or self._restored is not None:
             return self._restored or {}
         return self._monitor.state_dict()
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Where it can only be meant for this monitor, take up a state that was saved under another key.
+
+        The key depends on options, which may have changed since; in checkpoints of older versions it did not.
+        """
+        states = checkpoint.get("callbacks") or {}
+        monitors = sum(isinstance(callback, AttentionMonitor) for callback in trainer.callbacks)
+        if self.state_key in states or monitors != 1:
+            return
+        name = type(self).__qualname__
+        keys = [key for key in states if key == name or str(key).startswith(f"{name}{{")]
+        if len(keys) == 1:
+            self.load_state_dict(copy.deepcopy(states[keys[0]]))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a checkpoint; one of another version is left aside with a warning."""

@@ -16,7 +16,7 @@ from attnmon.accumulator import Accumulator
 from attnmon.capture import CoverageRecord, Recorder
 from attnmon.errors import AttnmonError, AttnmonWarning
 from attnmon.metrics import METRICS
-from attnmon.options import as_tuple, check_options
+from attnmon.options import Options
 from attnmon.pending import Pending
 from attnmon.ranks import RankMerger, world_size
 from attnmon.rules import Rule, RuleSet
@@ -34,60 +34,25 @@ class Monitor:
     ``state_dict`` key or any random state.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        every_n_steps: int = 1,
-        rows: int | None = 32,
-        sequences: int | None = 4,
-        top_n: int = 16,
-        tokens: str = "value",
-        fd_epsilon: float = 0.1,
-        metrics: Iterable[str] | str | None = None,
-        include: Sequence[str] | str | None = None,
-        exclude: Sequence[str] | str | None = None,
-        rules: Iterable[Rule] | None = None,
-        writers: Iterable[Writer] | Writer = (),
-        on_alert: Callable[[Alert], None] | None = None,
-        backend: str = "auto",
-        on_error: str = "warn",
-        write_every_n_steps: int = 1,
-        process_group: Any = None,
-    ) -> None:
-        metrics, rules = as_tuple("metrics", metrics, str), as_tuple("rules", rules, Rule)
-        include, exclude = as_tuple("include", include, str), as_tuple("exclude", exclude, str)
-        all_writers: tuple[Writer, ...] = as_tuple("writers", writers, Writer) or ()
-        settings = check_options(
-            every_n_steps=every_n_steps,
-            rows=rows,
-            sequences=sequences,
-            top_n=top_n,
-            tokens=tokens,
-            fd_epsilon=fd_epsilon,
-            metrics=metrics,
-            rules=rules,
-            writers=all_writers,
-            on_alert=on_alert,
-            backend=backend,
-            on_error=on_error,
-            write_every_n_steps=write_every_n_steps,
-            include=include,
-            exclude=exclude,
-        )
-        self.every_n_steps = every_n_steps
-        self.write_every_n_steps = write_every_n_steps
-        self._on_error = on_error
-        self._on_alert = on_alert
-        self._settings = settings
-        self._rules = RuleSet(rules)
-        self._accumulator = Accumulator(settings, backend, self._call_fault, self._warn_once)
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        given = Options(**options)
+        self.every_n_steps = given.every_n_steps
+        self.write_every_n_steps = given.write_every_n_steps
+        self._on_error = given.on_error
+        self._on_alert = given.on_alert
+        self._settings = given.settings
+        self._rules = RuleSet(given.rules)
+        self._accumulator = Accumulator(given.settings, given.backend, self._call_fault, self._warn_once)
         self._recorder = Recorder(
-            model, self._accumulator, include=include, exclude=exclude, with_hidden=tokens == "hidden"
+            model,
+            self._accumulator,
+            include=given.include,
+            exclude=given.exclude,
+            with_hidden=given.tokens == "hidden",
         )
-        self._writer = FanOut(all_writers, on_error=on_error)
+        self._writer = FanOut(given.writers, on_error=given.on_error)
         self._written_step: int | None = None
-        self._group = process_group
+        self._group = given.process_group
         self._merger: RankMerger | None = None
         self._pending = Pending()
         self._snapshot: Snapshot | None = None
@@ -220,7 +185,7 @@ class Monitor:
 
     def _snapshot_of(self, step: int, matrices: dict[str, NDArray[np.float64]]) -> Snapshot:
         packing = self._accumulator.packing
-        paths = tuple(sorted(matrices, key=self._recorder.order))
+        paths = tuple(self._recorder.in_order(matrices))
         values: dict[str, dict[str, Any]] = {name: {} for name in packing.metrics}
         by_reason: dict[str, dict[str, Any]] = {}
         for path in paths:

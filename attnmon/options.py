@@ -1,8 +1,9 @@
-"""The options of a monitor that can be checked before there is a model."""
+"""The options of a monitor: their defaults, and all that can be checked of them before there is a model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from attnmon.errors import AttnmonError
@@ -13,57 +14,74 @@ from attnmon.types import Alert
 from attnmon.writers import Writer
 
 
-def check_options(
-    *,
-    every_n_steps: int = 1,
-    rows: int | None = 32,
-    sequences: int | None = 4,
-    top_n: int = 16,
-    tokens: str = "value",
-    fd_epsilon: float = 0.1,
-    metrics: Iterable[str] | str | None = None,
-    rules: Iterable[Rule] | None = None,
-    writers: Iterable[Writer] | Writer = (),
-    on_alert: Callable[[Alert], None] | None = None,
-    backend: str = "auto",
-    on_error: str = "warn",
-    write_every_n_steps: int = 1,
-    process_group: Any = None,
-    include: Sequence[str] | str | None = None,
-    exclude: Sequence[str] | str | None = None,
-) -> Settings:
-    """Validate everything about a monitor's options that needs no model.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What ``attnmon.watch`` takes beside the model, and describes.
+
+    Where one or several are accepted, one becomes a tuple, and so does what can be iterated over only once.
+
+    Attributes:
+        settings: what the numbers depend on, of these options.
 
     Raises:
         AttnmonError: says which option, what came and what is accepted.
     """
-    del process_group
-    for name, patterns in (("include", include), ("exclude", exclude)):  # whether they match, only a model can tell
-        if not all(isinstance(pattern, str) for pattern in as_tuple(name, patterns, str) or ()):
-            raise AttnmonError(f"{name} must be glob patterns on module paths, such as '*.attn'; got {patterns!r}")
-    check_count("every_n_steps", every_n_steps)
-    check_count("write_every_n_steps", write_every_n_steps)
-    if on_error not in ("warn", "raise"):
-        raise AttnmonError(f"on_error must be 'warn' or 'raise'; got {on_error!r}")
-    if on_alert is not None and not callable(on_alert):
-        raise AttnmonError(f"on_alert must be callable with one Alert; got {on_alert!r}")
-    for writer in as_tuple("writers", writers, Writer) or ():
-        if not isinstance(writer, Writer):
-            raise AttnmonError(f"writers must be attnmon.writers.Writer objects; got {type(writer).__name__}")
-    settings = Settings.create(
-        metrics=as_tuple("metrics", metrics, str),
-        rows=rows,
-        sequences=sequences,
-        top_n=top_n,
-        tokens=tokens,
-        fd_epsilon=fd_epsilon,
-    )
-    resolve_backend(backend)
-    RuleSet(as_tuple("rules", rules, Rule))
-    return settings
+
+    every_n_steps: int = 1
+    rows: int | None = 32
+    sequences: int | None = 4
+    top_n: int = 16
+    tokens: str = "value"
+    fd_epsilon: float = 0.1
+    metrics: tuple[str, ...] | None = None
+    include: tuple[str, ...] | None = None
+    exclude: tuple[str, ...] | None = None
+    rules: tuple[Rule, ...] | None = None
+    writers: tuple[Writer, ...] = ()
+    on_alert: Callable[[Alert], None] | None = None
+    backend: str = "auto"
+    on_error: str = "warn"
+    write_every_n_steps: int = 1
+    process_group: Any = None
+    settings: Settings = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        several = {"metrics": str, "rules": Rule, "include": str, "exclude": str, "writers": Writer}
+        for name, kind in several.items():
+            object.__setattr__(self, name, _as_tuple(name, getattr(self, name), kind))
+        if self.writers is None:
+            object.__setattr__(self, "writers", ())
+        for name in ("include", "exclude"):  # whether they match, only a model can tell
+            patterns = getattr(self, name)
+            if not all(isinstance(pattern, str) for pattern in patterns or ()):
+                raise AttnmonError(f"{name} must be glob patterns on module paths, such as '*.attn'; got {patterns!r}")
+        check_count("every_n_steps", self.every_n_steps)
+        check_count("write_every_n_steps", self.write_every_n_steps)
+        if self.on_error not in ("warn", "raise"):
+            raise AttnmonError(f"on_error must be 'warn' or 'raise'; got {self.on_error!r}")
+        if self.on_alert is not None and not callable(self.on_alert):
+            raise AttnmonError(f"on_alert must be callable with one Alert; got {self.on_alert!r}")
+        for writer in self.writers:
+            if not isinstance(writer, Writer):
+                raise AttnmonError(f"writers must be attnmon.writers.Writer objects; got {type(writer).__name__}")
+        settings = Settings.create(
+            metrics=self.metrics,
+            rows=self.rows,
+            sequences=self.sequences,
+            top_n=self.top_n,
+            tokens=self.tokens,
+            fd_epsilon=self.fd_epsilon,
+        )
+        object.__setattr__(self, "settings", settings)
+        resolve_backend(self.backend)
+        RuleSet(self.rules)
 
 
-def as_tuple(name: str, given: Any, kind: type) -> Any:
+DEFAULTS: dict[str, Any] = {option.name: option.default for option in fields(Options) if option.init}
+"""Option -> what it is where nothing is said."""
+
+
+def _as_tuple(name: str, given: Any, kind: type) -> Any:
     """An option that is one ``kind`` or an iterable of them (perhaps one that runs once), as a tuple; None stays None.
 
     Raises:

@@ -38,14 +38,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny tensors: more threads only get in each other's way
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(params=["pytorch_lightning", "lightning.pytorch"])
 def lightning(request):
     return pytest.importorskip(request.param)
@@ -569,20 +561,25 @@ def test_a_resumed_fit_equals_one_that_was_not_cut(lightning, tmp_path):
     ]
 
 
+def _only_key(checkpoint):
+    [key] = [key for key in checkpoint["callbacks"] if key.startswith("AttentionMonitor")]
+    return key
+
+
 def _without(checkpoint):
-    checkpoint["callbacks"].pop("AttentionMonitor")
+    checkpoint["callbacks"].pop(_only_key(checkpoint))
 
 
 def _other_version(checkpoint):
-    checkpoint["callbacks"]["AttentionMonitor"]["version"] = 99
+    checkpoint["callbacks"][_only_key(checkpoint)]["version"] = 99
 
 
 def _half(checkpoint):
-    del checkpoint["callbacks"]["AttentionMonitor"]["rules"]
+    del checkpoint["callbacks"][_only_key(checkpoint)]["rules"]
 
 
 def _nonsense(checkpoint):
-    checkpoint["callbacks"]["AttentionMonitor"] = {"version": 1, "next_step": "four", "rules": [1, 2]}
+    checkpoint["callbacks"][_only_key(checkpoint)] = {"version": 1, "next_step": "four", "rules": [1, 2]}
 
 
 @pytest.mark.parametrize("damage", [_without, _other_version, _half, _nonsense])
@@ -604,9 +601,61 @@ def test_a_checkpoint_of_the_callback_loads_with_weights_only_and_has_the_models
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     checkpoint = torch.load(tmp_path / "a.ckpt", weights_only=True)
     assert list(checkpoint["state_dict"]) == keys
-    state = checkpoint["callbacks"]["AttentionMonitor"]
+    state = checkpoint["callbacks"][callback.state_key]
     assert state["next_step"] == 3
     assert json.loads(json.dumps(state, allow_nan=False)) == state
+
+
+def test_the_state_key_tells_options_apart_and_stays():
+    def hot(patience):
+        return [hot_rule(patience=patience)]
+
+    assert AttentionMonitor().state_key == "AttentionMonitor"
+    assert AttentionMonitor(every_n_steps=1, metrics=None, backend="torch").state_key == "AttentionMonitor"
+    assert AttentionMonitor(rows=None, include="net*").state_key == (
+        "AttentionMonitor{'rows': None, 'include': ('net*',)}"
+    )
+    assert AttentionMonitor(rules=hot(2)).state_key == AttentionMonitor(rules=iter(hot(2))).state_key
+    options = [{}, {"every_n_steps": 2}, {"tokens": "hidden"}, {"exclude": "*.1"}, {"rules": hot(2)}, {"rules": hot(3)}]
+    assert len({AttentionMonitor(**each).state_key for each in options}) == len(options)
+
+
+def test_two_monitors_of_one_trainer_keep_their_own_states(lightning, tmp_path):
+    def two():
+        return [AttentionMonitor(rules=[hot_rule(patience=n)], writers=[Keeper()], **SMALL) for n in (1, 3)]
+
+    whole, first, second = two(), two(), two()
+    trainer_of(lightning, tmp_path, whole, max_epochs=2).fit(module_of(lightning), loader(4))
+    fit_in_two(lightning, tmp_path, first, second)
+    states = torch.load(tmp_path / "first.ckpt", weights_only=True)["callbacks"]
+    assert set(states) == {callback.state_key for callback in first}
+    for one, before, after in zip(whole, first, second, strict=True):
+        assert before.alerts
+        assert before.alerts + after.alerts == one.alerts  # an open alert is not told of again
+        assert after.state_dict() == one.state_dict()
+
+
+def _key_of_older_versions(checkpoint):
+    checkpoint["callbacks"]["AttentionMonitor"] = checkpoint["callbacks"].pop(_only_key(checkpoint))
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path.")
+@pytest.mark.parametrize("damage", [_key_of_older_versions, None])
+def test_an_only_monitor_takes_up_a_state_under_another_key(lightning, tmp_path, damage):
+    first = AttentionMonitor(rules=[hot_rule(patience=2)], **SMALL)
+    second = AttentionMonitor(rules=[hot_rule(patience=2)], rows=None if damage is None else 32, **SMALL)
+    fit_in_two(lightning, tmp_path, first, second, damage)
+    assert first.alerts
+    assert second.alerts == []  # they are open still
+    assert second.state_dict()["next_step"] == 8
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path.")
+def test_of_two_monitors_none_takes_up_a_state_under_another_key(lightning, tmp_path):
+    first = AttentionMonitor(rules=[hot_rule(patience=2)], **SMALL)
+    second = [AttentionMonitor(rules=[hot_rule(patience=n)], **SMALL) for n in (1, 2)]
+    fit_in_two(lightning, tmp_path, first, second, _key_of_older_versions)
+    assert all(callback.alerts for callback in second)
 
 
 def test_a_checkpoint_saved_before_fitting_keeps_a_loaded_state():

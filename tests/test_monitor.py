@@ -1,8 +1,10 @@
 """The monitor: which steps are measured, what they merge to, what becomes of faults."""
 
+import inspect
 import io
 import json
 import math
+import re
 import warnings
 
 import numpy as np
@@ -17,18 +19,11 @@ import attnmon
 import attnmon.stats.reference
 from attnmon import AttnmonError, AttnmonWarning, Snapshot
 from attnmon.metrics import METRICS
+from attnmon.options import DEFAULTS
 from attnmon.writers import Writer
 
 HEADS, LENGTH, WIDTH = 2, 18, 8
 EVERY_ROW = {"rows": None, "sequences": None, "top_n": 4, "on_error": "raise"}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny tensors: more threads only get in each other's way
-    yield
-    torch.set_num_threads(threads)
 
 
 class Attention(nn.Module):
@@ -413,6 +408,12 @@ def test_what_is_no_model_or_has_no_attention_is_refused():
         attnmon.watch(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
     with pytest.raises(AttnmonError, match=r"torch\.nn\.Module"):
         attnmon.watch("gpt2")
+
+
+def test_watch_spells_out_every_option_with_its_default():
+    parameters = inspect.signature(attnmon.watch).parameters
+    assert {name: parameter.default for name, parameter in parameters.items() if name != "model"} == DEFAULTS
+    assert all(re.search(rf"^ +[a-z_, ]*\b{name}\b[a-z_, ]*: ", attnmon.watch.__doc__, re.M) for name in DEFAULTS)
 
 
 def test_options_may_be_one_thing_several_or_an_iterator(model):

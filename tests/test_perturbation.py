@@ -36,14 +36,6 @@ def batches(number, size=BATCH):
     return torch.randint(VOCABULARY, (number, size, LENGTH), generator=torch.Generator().manual_seed(5))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny tensors: more threads only get in each other's way
-    yield
-    torch.set_num_threads(threads)
-
-
 def seed():
     torch.manual_seed(11)
     np.random.seed(12)  # noqa: NPY002  numpy's global state is what must not change

@@ -202,6 +202,37 @@ def test_ranks_that_see_different_modules_go_on_together(pair):
     ]  # fmt: skip
 
 
+STAGES = ((0, 1, 2), (3, 9, 10))
+
+
+def stage(rank, collective):
+    """A pipeline's stage: a rank has some layers only, under the names that they have in the whole model."""
+    model = new_model(layers=11)
+    kept = (*STAGES[0], *STAGES[1]) if rank is None else STAGES[rank]
+    model.layers = torch.nn.ModuleDict({str(layer): model.layers[layer] for layer in kept})
+    keeper = Keeper()
+    with attnmon.watch(model, writers=[keeper], **EVERY_ROW) as monitor:
+        for step in range(2):
+            monitor.begin_step()
+            for layer in model.layers.values():
+                layer(inputs(2 + step)).sum().backward()
+            monitor.end_step(collective=collective)
+            monitor.flush()
+        return monitor.latest, keeper.log, [record.path for record in monitor.coverage()]
+
+
+@pytest.mark.parametrize("collective", [True, False])
+def test_ranks_that_have_different_modules_see_the_whole_model(pair, collective):
+    whole, log, _ = stage(None, False)
+    (first, first_log, first_paths), (second, second_log, second_paths) = pair(stage, collective)
+    assert whole.modules == first.modules == second.modules == tuple(f"layers.{n}" for n in (*STAGES[0], *STAGES[1]))
+    for snapshot in (first, second):
+        assert_close(snapshot, whole)
+    assert [entry for entry in first_log if entry != "flush"] == [entry for entry in log if entry != "flush"]
+    assert second_log == []
+    assert [first_paths, second_paths] == [[f"layers.{n}" for n in own] for own in STAGES]  # coverage is a rank's own
+
+
 def count_agreements(rank, steps):
     model, agreements = new_model(layers=3), []
     monitor = attnmon.watch(model, rules=(), **EVERY_ROW)
@@ -444,11 +475,9 @@ def run_two_ranks(folder, package, accumulate):
 @pytest.mark.parametrize(("package", "accumulate"), [("pytorch_lightning", 2), ("lightning.pytorch", 1)])
 def test_lightning_ddp_equals_one_process(tmp_path, package, accumulate):
     pytest.importorskip(package)
-    threads = torch.get_num_threads()
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
     lightning_fit(package, str(tmp_path / "one"), 1, accumulate)
-    torch.set_num_threads(threads)
     run_two_ranks(tmp_path / "two", package, accumulate)
     whole, first, second = (
         json.loads((tmp_path / name).read_text()) for name in ("one/rank0.json", "two/rank0.json", "two/rank1.json")

@@ -11,10 +11,11 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
+from attnmon.capture.protocols import Caller
 from attnmon.capture.rebind import Rebinding
 
 _PARAMETERS = {
@@ -49,18 +50,6 @@ class Normalised:
     alpha: float | Tensor
     function: Callable[[Tensor, float | Tensor], Tensor]
     trouble: str = ""
-
-
-class Caller(Protocol):
-    """The recorder, as this file sees it."""
-
-    def normalise_through(
-        self,
-        original: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        describe: Callable[[Any], Normalised],
-    ) -> Any: ...
 
 
 def _present() -> Mapping[str, Any]:

@@ -13,17 +13,17 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from attnmon.capture.replacement import LIVING, Replacement, Replacements, chain, matched_boundaries, number, standing
+from attnmon.capture.arguments import matched_boundaries, number
+from attnmon.capture.protocols import Caller
+from attnmon.capture.replacement import LIVING, Replacement, Replacements
+from attnmon.capture.standins import chain, loaded, namespace_of, standing
 from attnmon.capture.torch_calls import Described
 from attnmon.errors import UnsupportedAttention
-
-if TYPE_CHECKING:
-    from attnmon.capture.recorder import Recorder
 
 _PACKAGES = ("flash_attn", "flash_attn_interface", "flash_attn_3", "flash_attn_4")
 _KEEPS_FUNCTIONS = "transformers.modeling_flash_attention_utils"  # fills globals of its own at the first call
@@ -49,14 +49,14 @@ _DENSE_ELEMENTS = 1 << 22  # of a bias that is written out; larger ones are refu
 
 
 class FlashPatch:
-    """Stands before the functions of flash_attn; see ``attnmon.capture.recorder.Patch``.
+    """Stands before the functions of flash_attn; see ``attnmon.capture.protocols.Patch``.
 
     Args:
         recorder: told of each call.
         modules: the watched modules.
     """
 
-    def __init__(self, recorder: Recorder, modules: Sequence[weakref.ref[nn.Module]]) -> None:
+    def __init__(self, recorder: Caller, modules: Sequence[weakref.ref[nn.Module]]) -> None:
         self._recorder, self._modules = recorder, modules
         self._replacements = Replacements(recorder)
         self._loaded: tuple[int, str] | None = None  # what was imported when the places were looked for
@@ -87,9 +87,9 @@ class FlashPatch:
     def _clear_new_bindings(self) -> None:
         """Modules that imported a function during the step have the replacement."""
         names = [_KEEPS_FUNCTIONS]
-        if _loaded() != self._loaded:
+        if loaded() != self._loaded:
             names = list(sys.modules)
-        for namespace in (_namespace(name) for name in names):
+        for namespace in (namespace_of(name) for name in names):
             for name, value in list(namespace.items()):
                 if type(value) is Replacement and value.recorder is self._recorder:
                     namespace[name] = standing(value)
@@ -98,12 +98,12 @@ class FlashPatch:
 
     def _look(self) -> None:
         """Find the functions and who holds them, unless no module was imported since the last time."""
-        if _loaded() == self._loaded:
+        if loaded() == self._loaded:
             return
-        self._loaded = _loaded()
+        self._loaded = loaded()
         functions: dict[int, Any] = {}
         for module in [name for name in sys.modules if name.partition(".")[0] in _PACKAGES]:
-            namespace = _namespace(module)
+            namespace = namespace_of(module)
             for name in _FUNCTIONS:
                 function = chain(namespace.get(name))[-1]
                 if callable(function):
@@ -114,7 +114,7 @@ class FlashPatch:
 
     def _search(self, wanted: set[int]) -> Iterator[_Place]:
         for module in list(sys.modules):
-            namespace = _namespace(module)
+            namespace = namespace_of(module)
             found = list(_holders(namespace, wanted))
             yield from (_Place(namespace, name) for name in found)
             if found and not module.startswith(_PACKAGES):
@@ -195,16 +195,6 @@ def _holders(namespace: Mapping[Any, Any], wanted: set[int]) -> Iterator[Any]:
 def _bottom_id(function: Any) -> int:
     bottom = chain(function)[-1]
     return id(chain(bottom.func)[-1] if type(bottom) is functools.partial else bottom)
-
-
-def _namespace(module: str) -> dict[str, Any]:
-    found = getattr(sys.modules.get(module), "__dict__", None)
-    return found if type(found) is dict else {}
-
-
-def _loaded() -> tuple[int, str]:
-    """Changes when a module is imported."""
-    return len(sys.modules), next(reversed(sys.modules))
 
 
 def parameters(name: str, function: Callable[..., Any]) -> tuple[str, ...]:

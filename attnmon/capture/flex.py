@@ -12,11 +12,12 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from attnmon.capture.protocols import Caller
 from attnmon.capture.rebind import Rebinding
 from attnmon.capture.torch_calls import Described
 from attnmon.errors import UnsupportedAttention
@@ -25,19 +26,6 @@ from attnmon.mods import MaskMod, mask_rows, score_rows
 ROUTE = "flex_attention"
 _MODULE = "torch.nn.attention.flex_attention"
 _NAMES = ("query", "key", "value", "score_mod", "block_mask", "scale")
-
-
-class Caller(Protocol):
-    """The recorder, as this file sees it."""
-
-    def call_through(
-        self,
-        route: str,
-        original: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        describe: Callable[[], Described],
-    ) -> Any: ...
 
 
 class FlexPatch(Rebinding):

@@ -9,16 +9,14 @@ anew, and unmeasured steps go on with the graph they had.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from attnmon.capture.protocols import Caller
 from attnmon.capture.rebind import Rebinding
 from attnmon.capture.torch_calls import describe_mha, describe_sdpa
-
-if TYPE_CHECKING:
-    from attnmon.capture.recorder import Recorder
 
 
 class FunctionalPatch(Rebinding):
@@ -28,7 +26,7 @@ class FunctionalPatch(Rebinding):
     anew, too.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Caller) -> None:
         self._recorder = recorder
         super().__init__(_present, self._make_stand_in, _may_change)
 

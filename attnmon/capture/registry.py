@@ -16,14 +16,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from attnmon.capture.arguments import matched_boundaries, number
 from attnmon.capture.flex import mask_of
-from attnmon.capture.replacement import Replacement, Replacements, matched_boundaries, number, standing
+from attnmon.capture.protocols import Caller
+from attnmon.capture.replacement import Replacement, Replacements
+from attnmon.capture.standins import standing
 from attnmon.capture.torch_calls import Described
 from attnmon.errors import UnsupportedAttention
 
 if TYPE_CHECKING:
     from attnmon.capture.coverage import Site
-    from attnmon.capture.recorder import Recorder
 
 _Table = MutableMapping[str, Any]
 
@@ -42,14 +44,14 @@ _DENSE_ELEMENTS = 1 << 22  # of a mask that is written out; larger ones are refu
 
 
 class RegistryPatch:
-    """Stands before the registered implementations; see ``attnmon.capture.recorder.Patch``.
+    """Stands before the registered implementations; see ``attnmon.capture.protocols.Patch``.
 
     Args:
         recorder: told of each call.
         watched: the watched modules; some model files have a registry of their own.
     """
 
-    def __init__(self, recorder: Recorder, watched: Sequence[tuple[weakref.ref[nn.Module], Site]]) -> None:
+    def __init__(self, recorder: Caller, watched: Sequence[tuple[weakref.ref[nn.Module], Site]]) -> None:
         self._recorder, self._watched = recorder, watched
         modules = [reference() for reference, _ in watched]
         self._files = list(dict.fromkeys(kind.__module__ for module in modules for kind in type(module).__mro__))

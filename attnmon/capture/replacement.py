@@ -6,16 +6,11 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
-import torch
-from torch import Tensor
-
+from attnmon.capture.protocols import Caller
+from attnmon.capture.standins import chain, retire, stand_before, take_up
 from attnmon.capture.torch_calls import Described
-from attnmon.errors import UnsupportedAttention
-
-if TYPE_CHECKING:
-    from attnmon.capture.recorder import Recorder
 
 LIVING: weakref.WeakSet[Replacement] = weakref.WeakSet()
 
@@ -23,8 +18,7 @@ LIVING: weakref.WeakSet[Replacement] = weakref.WeakSet()
 class Replacement:
     """Stands in the place of ``original``; one object for all steps, since compiled graphs are valid for it alone.
 
-    Several monitors may stand before the same function, each one calling the next. One that is not installed any
-    more, but still called by another, passes the call on and tells nobody.
+    One that is out of use, but still called by another (see ``standins``), passes the call on and tells nobody.
 
     Args:
         recorder: told of each call.
@@ -38,7 +32,7 @@ class Replacement:
 
     def __init__(
         self,
-        recorder: Recorder,
+        recorder: Caller,
         route: str,
         original: Callable[..., Any],
         describe: Callable[[tuple[Any, ...], Mapping[str, Any]], Described],
@@ -49,7 +43,7 @@ class Replacement:
         functools.update_wrapper(self, original)
         self.recorder, self.route, self.original, self.describe = recorder, route, original, describe
         self.takes_module, self.opaque = takes_module, opaque
-        self.installed = False
+        stand_before(self, original)
         LIVING.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -86,25 +80,10 @@ def _itself(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def standing(function: Any) -> Any:
-    """The function, or the first behind it that is not a replacement out of use."""
-    while isinstance(function, Replacement) and not function.installed:
-        function = function.original
-    return function
-
-
-def chain(function: Any) -> list[Any]:
-    """The function and all that stand behind it; the last is no replacement."""
-    links = [function]
-    while isinstance(links[-1], Replacement):
-        links.append(links[-1].original)
-    return links
-
-
 class Replacements:
     """The replacements of one recorder, by what they stand before and under which name."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Caller) -> None:
         self._recorder = recorder
         self._made: dict[tuple[int, str], Replacement] = {}
 
@@ -119,49 +98,17 @@ class Replacements:
         """
         links = chain(function)
         for link in links[:-1]:
-            if link.recorder is self._recorder:
-                link.installed = True
-                return cast(Replacement, link)
+            if isinstance(link, Replacement) and link.recorder is self._recorder:
+                take_up(link)
+                return link
         made = self._made.get((id(function), name))
         if made is None:
             made = self._made[id(function), name] = make(function, links[-1])
-        made.installed = True
+        take_up(made)
         put(made)
         return made
 
     def retire(self) -> None:
         """None of them is in use."""
         for replacement in self._made.values():
-            replacement.installed = False
-
-
-def matched_boundaries(queries: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """One ``cu_seqlens`` for queries and keys, and a mask that hides everything should they differ after all.
-
-    Where comparing them would wait for the device, rows of differing ones become rows without a visible key.
-
-    Raises:
-        UnsupportedAttention: they differ.
-    """
-    if keys is None or keys is queries:
-        return queries, None
-    if keys.shape != queries.shape:
-        raise UnsupportedAttention("packed sequences with other boundaries for keys than for queries")
-    if torch.compiler.is_compiling() or queries.device.type != "cpu":
-        return queries, (queries == keys).all().view(1, 1, 1, 1)
-    if not torch.equal(queries.to(keys.dtype), keys):
-        raise UnsupportedAttention("packed sequences with other boundaries for keys than for queries")
-    return queries, None
-
-
-def number(name: str, given: Any) -> float | None:
-    """A scale or softcap as a number.
-
-    Raises:
-        UnsupportedAttention: it is a tensor whose value is not known to the host.
-    """
-    if isinstance(given, Tensor):
-        if torch.compiler.is_compiling() or given.device.type != "cpu" or given.numel() != 1:
-            raise UnsupportedAttention(f"{name} is a tensor whose value is not known to the host")
-        return float(given)
-    return None if given is None else float(given)
+            retire(replacement)

@@ -173,3 +173,11 @@ def describe_mha(args: tuple[Any, ...], kwargs: Mapping[str, Any], choose: Calla
         "is_causal": bool(given.get("is_causal", False)) and mask is None,
         "is_cross": is_cross,
     }
+
+
+_Adapter = Callable[[tuple[Any, ...], Mapping[str, Any], Callable[[int], slice]], Described]
+ADAPTERS: dict[Any, tuple[str, _Adapter]] = {
+    F.scaled_dot_product_attention: ("sdpa", lambda args, kwargs, choose: describe_sdpa(args, kwargs)),
+    F.multi_head_attention_forward: ("multi_head_attention_forward", describe_mha),
+}
+"""Function -> how coverage calls it, and its adapter; the last argument chooses sequences to project."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from attnmon.capture.eager import SoftmaxSeen
 
 if TYPE_CHECKING:
-    from attnmon.capture.recorder import Recorder
+    from attnmon.capture.replay import Replay
 
 
 class CheckpointedGraphs:
@@ -63,15 +63,15 @@ def prepare(device: torch.device) -> None:
             ORDER[device] = torch.zeros(1, device=device)
 
 
-_RECORDERS: weakref.WeakValueDictionary[int, Recorder] = weakref.WeakValueDictionary()
+_REPLAYS: weakref.WeakValueDictionary[int, Replay] = weakref.WeakValueDictionary()
 _counter = 0
 
 
-def register(recorder: Recorder) -> int:
-    """A number by which the operators find the recorder; it does not keep it alive."""
+def register(replay: Replay) -> int:
+    """A number by which the operators find a recorder's replay; it does not keep that alive."""
     global _counter
     _counter += 1
-    _RECORDERS[_counter] = recorder
+    _REPLAYS[_counter] = replay
     return _counter
 
 
@@ -99,7 +99,7 @@ def observe(
     prescale: float,
 ) -> None:
     """A call given by queries and keys; arguments as of ``attnmon.calls.make_call``."""
-    found = _RECORDERS.get(recorder)
+    found = _REPLAYS.get(recorder)
     if found is not None:
         window = None if window_left is None and window_right is None else (window_left, window_right)
         described: dict[str, Any] = {
@@ -119,7 +119,7 @@ def observe(
             "is_cross": is_cross,
             "prescale": prescale,
         }
-        found.replay(site, route, described)
+        found.call(site, route, described)
 
 
 @torch.library.custom_op("attnmon::observe_logits", mutates_args=("order",))
@@ -136,9 +136,9 @@ def observe_logits(
     is_cross: bool,
 ) -> None:
     """A call given by the softmax's input, [B, H, Lq, Lk] or with heads and sequences folded together."""
-    found = _RECORDERS.get(recorder)
+    found = _REPLAYS.get(recorder)
     if found is not None:
-        found.replay_logits(site, SoftmaxSeen(logits, scale, head_dim, sinks), heads, is_cross, value)
+        found.logits(site, SoftmaxSeen(logits, scale, head_dim, sinks), heads, is_cross, value)
 
 
 @torch.library.custom_op("attnmon::observe_rows", mutates_args=("order",))
@@ -154,17 +154,17 @@ def observe_rows(
     head_dim: int,
 ) -> None:
     """A call given by some rows of logits [S, H, R, Lk] at query positions [R]; site -1: whichever is running."""
-    found = _RECORDERS.get(recorder)
+    found = _REPLAYS.get(recorder)
     if found is not None:
-        found.replay_rows(site, route, logits, positions, value, scale, head_dim)
+        found.rows(site, route, logits, positions, value, scale, head_dim)
 
 
 @torch.library.custom_op("attnmon::refuse", mutates_args=("order",))
 def refuse(order: Tensor, recorder: int, site: int, reason: str) -> None:
     """A call that is not measured."""
-    found = _RECORDERS.get(recorder)
+    found = _REPLAYS.get(recorder)
     if found is not None:
-        found.replay_refusal(site, reason)
+        found.refusal(site, reason)
 
 
 @observe.register_fake

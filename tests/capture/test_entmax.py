@@ -20,14 +20,6 @@ HEADS, LENGTH, WIDTH = 3, 14, 12
 EVERY_ROW = {"rows": None, "sequences": None, "top_n": 4, "on_error": "raise"}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 class SparseAttention(nn.Module):
     """Causal; keeps what its normaliser read and made."""
 

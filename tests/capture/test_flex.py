@@ -24,14 +24,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without to
 EVERY_ROW = {"rows": None, "sequences": None, "top_n": 4, "on_error": "raise"}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def causal(b, h, q, kv):
     return q >= kv
 

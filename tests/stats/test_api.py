@@ -38,15 +38,6 @@ def _call(seed=0, **options):
     )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Tensors this small are several times slower when threads have to be waited for."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 # ---- refusals
 
 Q = torch.zeros(2, 4, 6, 8)

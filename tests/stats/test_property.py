@@ -12,14 +12,6 @@ CALLS_PER_CASE = 100
 LENGTHS = [1, 2, 3, 5, 7, 16, 17, 24, 31]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize("case", range(20))
 def test_any_call_agrees_with_the_reference(case):
     for seed in range(case * CALLS_PER_CASE, (case + 1) * CALLS_PER_CASE):
