@@ -49,7 +49,8 @@ class Options:
         several = {"metrics": str, "rules": Rule, "include": str, "exclude": str, "writers": Writer}
         for name, kind in several.items():
             object.__setattr__(self, name, _as_tuple(name, getattr(self, name), kind))
-        if self.writers is None:
+        writers: Any = self.writers
+        if writers is None:
             object.__setattr__(self, "writers", ())
         for name in ("include", "exclude"):  # whether they match, only a model can tell
             patterns = getattr(self, name)
