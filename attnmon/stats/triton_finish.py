@@ -179,13 +179,13 @@ def _geometry(
     radius = tl.minimum(radius, tl.where(has_tail, exact_excess, INFINITY))
     radius_square = tl.min(tl.where(outside, to_s, INFINITY), 1)
     radius_square = tl.minimum(radius_square, tl.where(has_tail, exact_square, INFINITY))
-    close = radius_square < CANCELS * s_square
+    close = radius_square < s_square * CANCELS
     by_square = tl.sum((inside & (to_s < radius_square[:, None])).to(tl.float32), 1)
     by_excess = tl.sum((inside & (excess < radius[:, None])).to(tl.float32), 1)
     within = tl.where(close, by_square, by_excess)
 
     told = tl.sqrt(tl.maximum(tail_excess + s_square, 0.0))
-    far += tl.where(has_tail & (exact_square < CANCELS * s_square), tl.sqrt(exact_square) - told, 0.0)
+    far += tl.where(has_tail & (exact_square < s_square * CANCELS), tl.sqrt(exact_square) - told, 0.0)
     distance = far + tl.sum(tl.where(outside, tl.sqrt(to_s), 0.0), 1)
     return within, tl.maximum(distance, 0.0), broken
 
