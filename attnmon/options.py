@@ -48,10 +48,8 @@ class Options:
     def __post_init__(self) -> None:
         several = {"metrics": str, "rules": Rule, "include": str, "exclude": str, "writers": Writer}
         for name, kind in several.items():
-            object.__setattr__(self, name, _as_tuple(name, getattr(self, name), kind))
-        writers: Any = self.writers
-        if writers is None:
-            object.__setattr__(self, "writers", ())
+            given = _as_tuple(name, getattr(self, name), kind)
+            object.__setattr__(self, name, () if given is None and name == "writers" else given)
         for name in ("include", "exclude"):  # whether they match, only a model can tell
             patterns = getattr(self, name)
             if not all(isinstance(pattern, str) for pattern in patterns or ()):
