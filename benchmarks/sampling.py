@@ -72,7 +72,6 @@ def build(case: SamplingCase) -> tuple[nn.Module, Tensor]:
     return model, windows[torch.randint(len(windows), (case.batch,))]
 
 
-@torch.no_grad()
 def snapshots(model: nn.Module, batch: Tensor, steps: int, **options: Any) -> list[attnmon.Snapshot]:
     """What the monitor says about the same batch at ``steps`` steps, with its sampling moving on."""
     found = []
