@@ -24,7 +24,7 @@ from torch import Tensor
 from attnmon.errors import AttnmonError
 from attnmon.stats.directions import TABLE_SIZE, direction_start, direction_table
 from attnmon.stats.jacobian import EIGENVALUE_CANDIDATES, SecularRoot
-from attnmon.stats.selection import largest
+from attnmon.stats.selection import largest, leading
 from attnmon.theory.rows import visible_mask
 
 _REFINEMENTS = 4  # quadratic convergence: from the live solver's float32 accuracy to that of float64
@@ -39,14 +39,16 @@ def spectral_norm(weights: Tensor, tau: float = 1.0, sink: Tensor | None = None)
     _check_tau(tau)
     p = weights.double()
     few = min(p.shape[-1], EIGENVALUE_CANDIDATES)
-    top, index = largest(p, few, few, 0.0)
-    first = top[..., :1].clamp(min=torch.finfo(p.dtype).tiny)
+    index = largest(p.detach(), few, few, 0.0)[1]
+    top = leading(p.gather(-1, index))
+    first = top[0].clamp(min=torch.finfo(p.dtype).tiny)
     e_top = (top / first).clamp(max=1.0)
-    gap = (first - top) / first
     if few == 1:
-        e_top, gap = torch.nn.functional.pad(e_top, (0, 1)), torch.nn.functional.pad(gap, (0, 1), value=1.0)
-    tail = (p / first).clamp(max=1.0).scatter(-1, index, 0.0)
-    outcome = None if sink is None else sink.double() / first[..., 0]
+        e_top, gap = torch.cat([e_top, torch.zeros_like(e_top)]), torch.ones_like(first)
+    else:
+        gap = (first - top[1]) / first
+    tail = (p / first[..., None]).clamp(max=1.0).scatter(-1, index, 0.0)
+    outcome = None if sink is None else sink.double() / first
     solver = SecularRoot(e_top, gap, tail.sum(-1), tail.square().sum(-1), outcome)
     for _ in range(_REFINEMENTS):
         # just above every other weight, should the root sit on one or all be 0
@@ -54,7 +56,7 @@ def spectral_norm(weights: Tensor, tau: float = 1.0, sink: Tensor | None = None)
         ratio = tail / (above - tail)
         value = ratio.sum(-1)
         solver.refine(value, (value + ratio.square().sum(-1)) / above[..., 0])
-    return (solver.root * first[..., 0] / tau).to(weights.dtype)
+    return (solver.root * first / tau).to(weights.dtype)
 
 
 def frobenius_norm(weights: Tensor, tau: float = 1.0, sink: Tensor | None = None) -> Tensor:
