@@ -17,20 +17,18 @@ from attnmon.errors import AttnmonError
 from attnmon.theory.expectation import expected_distance_limit
 from attnmon.theory.head import HeadGeometry, head_geometry
 from attnmon.theory.jacobian import (
-    finite_difference,
     finite_difference_bound,
     paper_expression,
     row_directions,
-    spectral_norm,
 )
 from attnmon.theory.normalizers import compare
 from attnmon.theory.paper.capture import Head
 from attnmon.theory.paper.options import EPSILONS, TEMPERATURES, Options, candidates
 from attnmon.theory.paper.store import Record
 from attnmon.theory.paper.sweep import expected_distances, nested_distances, weight_ranks
+from attnmon.theory.paper.temperatures import sensitivities
 
 _SLACK = 1e-5  # relative, of float32 arithmetic: nearer a bound than this is not across it
-_BLOCK = 320  # rows at a time: few enough for the cache, enough that threads do not wait for the interpreter
 _COMPARED_ROWS = 64  # of a head, where other normalisers are solved row by row
 
 
@@ -213,16 +211,7 @@ def _sensitivity(rows: HeadRows, sizes: Sequence[int]) -> list[Record]:
     directions = _directions(length, head.logits.device)
     standard = head.logits * head.tau  # l, whatever the model's own temperature
     valid = rows.count >= 1
-    g = torch.zeros(len(TEMPERATURES), len(EPSILONS), length, device=standard.device)
-    norm = torch.zeros(len(TEMPERATURES), length, device=standard.device)
-    for first in range(0, length, _BLOCK):
-        block, reach = slice(first, min(first + _BLOCK, length)), min(first + _BLOCK, length)
-        logits, visible = standard[block, :reach], head.visible[block, :reach]
-        for t, temperature in enumerate(TEMPERATURES):
-            weights = torch.softmax((logits / temperature).masked_fill_(~visible, -torch.inf), -1)
-            norm[t, block] = spectral_norm(weights, temperature)
-            for e, epsilon in enumerate(EPSILONS):
-                g[t, e, block] = finite_difference(logits, directions[block, :reach], temperature, epsilon, visible)
+    g, norm = sensitivities(standard, directions, head.visible, TEMPERATURES, EPSILONS)
     found = []
     for t, temperature in enumerate(TEMPERATURES):
         expression = torch.full_like(norm[t], paper_expression(temperature))
