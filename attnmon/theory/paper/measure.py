@@ -13,7 +13,6 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from attnmon.errors import AttnmonError
 from attnmon.theory.expectation import expected_distance_limit
 from attnmon.theory.head import HeadGeometry, head_geometry
 from attnmon.theory.jacobian import (
@@ -22,7 +21,7 @@ from attnmon.theory.jacobian import (
     row_directions,
 )
 from attnmon.theory.normalizers import compare
-from attnmon.theory.paper.capture import Head
+from attnmon.theory.paper.capture import Head, check_finite
 from attnmon.theory.paper.options import EPSILONS, TEMPERATURES, Options, candidates
 from attnmon.theory.paper.store import Record
 from attnmon.theory.paper.sweep import expected_distances, nested_distances, weight_ranks
@@ -56,16 +55,10 @@ class HeadRows:
     def __init__(self, head: Head, place: Place, experiments: Sequence[str], options: Options) -> None:
         self.head, self.place = head, place
         self._experiments, self._options = experiments, options
+        check_finite(head)
         z = head.logits.masked_fill(~head.visible, -torch.inf)
         outcomes = z if head.sink is None else torch.nn.functional.pad(z, (0, 1), value=head.sink)
-        everything = torch.softmax(outcomes, -1)
-        self.weights = everything[:, : z.shape[1]]
-        self.sink_weight = None if head.sink is None else everything[:, -1]
-        if not (bool(everything.isfinite().all()) and bool(head.tokens.isfinite().all())):
-            raise AttnmonError(
-                f"{head.module or 'the model'}, head {head.head}: a logit or a vector is not finite; "
-                "the experiments need a model whose forward is sound"
-            )
+        self.weights = torch.softmax(outcomes, -1)[:, : z.shape[1]]
         self.count = head.visible.sum(-1)
 
     def sizes(self, *experiments: str) -> tuple[int, ...]:
