@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from attnmon.errors import AttnmonError
-from attnmon.stats.directions import TABLE_SIZE, direction_start, direction_table
+from attnmon.stats.directions import direction_start, direction_windows
 from attnmon.stats.jacobian import EIGENVALUE_CANDIDATES, SecularRoot
 from attnmon.stats.selection import largest, leading
 from attnmon.theory.rows import visible_mask
@@ -34,12 +34,14 @@ _OVERFLOWS = 80.0  # of a move of the logits: expm1 of it and its products would
 def spectral_norm(weights: Tensor, tau: float = 1.0, sink: Tensor | None = None) -> Tensor:
     """lambda_max(diag p - p p^T) / tau, [...] of the weights' dtype, in [0, 1/(2 tau)].
 
-    The solver of the live metric ``jacobian``, iterated to float64: O(n), no cancellation in nearly one-hot rows.
+    The solver of the live metric ``jacobian``, iterated to float64: O(n), no cancellation in nearly one-hot rows. It
+    carries no gradient: its root is found in place.
     """
     _check_tau(tau)
-    p = weights.double()
+    p = weights.detach().double()
+    sink = None if sink is None else sink.detach()
     few = min(p.shape[-1], EIGENVALUE_CANDIDATES)
-    index = largest(p.detach(), few, few, 0.0)[1]
+    index = largest(p, few, few, 0.0)[1]
     top = leading(p.gather(-1, index))
     first = top[0].clamp(min=torch.finfo(p.dtype).tiny)
     e_top = (top / first).clamp(max=1.0)
@@ -166,13 +168,44 @@ def finite_difference(
     growth = torch.expm1(move.clamp(max=_OVERFLOWS))
     mean = (p * growth).sum(-1, keepdim=True)
     change = p * (growth - mean) / (1.0 + mean)
-    far = move.amax(-1) > _OVERFLOWS
-    if far.any():  # nothing cancels in so large a step
-        moved = (z + move)[far].double()
-        change[far] = (torch.softmax(moved, -1) - torch.softmax(z[far].double(), -1)).to(change.dtype)
     # squares of a frozen row's changes underflow in float32
     length: Tensor = torch.linalg.vector_norm(change, dim=-1, dtype=torch.float64)
+    far = move.amax(-1) > _OVERFLOWS
+    if far.any():
+        below = z[far].double()
+        below = below - below.gather(-1, at[far])
+        rest = torch.exp(below).scatter(-1, at[far], 0.0)
+        moved = large_step(below, move[far].double(), at[far], rest, rest.sum(-1))
+        length = length.masked_scatter(far, moved)
     return (length / eps).to(logits.dtype)
+
+
+def large_step(below: Tensor, move: Tensor, at: Tensor, rest: Tensor, others: Tensor) -> Tensor:
+    """|softmax(z + move) - softmax(z)| as a plain difference, for moves so large that it keeps its digits.
+
+    But for the largest key, whose two weights may both be nearly 1: with Z = 1 + o before and Z' = e' + o' after, e'
+    its own and o' all others', it changes by e' / Z' - 1 / Z = (e' o - o') / (Z Z').
+
+    Args:
+        below: [R, n], z - max z; far below 0 at hidden keys.
+        move: [R, n], 0 at the largest key.
+        at: int64 [R, 1], the largest key.
+        rest: [R, n], exp(below), 0 at the largest key.
+        others: [R], o, their sum.
+
+    Returns:
+        [R], in [0, sqrt 2].
+    """
+    moved = below + move
+    top = moved.amax(-1, keepdim=True)
+    # exp is many times slower at and below the least normal number
+    least = math.log(torch.finfo(moved.dtype).tiny) + 1.0
+    e = moved.sub_(top).clamp_(min=least).exp_().scatter_(-1, at, 0.0)
+    own, others_moved = torch.exp(-top[..., 0]), e.sum(-1)
+    total, total_moved = 1.0 + others, own + others_moved
+    change = (own * others - others_moved) / (total * total_moved)
+    e.mul_((1.0 / total_moved)[..., None]).addcmul_(rest, (1.0 / total)[..., None], value=-1.0)
+    return torch.hypot(torch.linalg.vector_norm(e, dim=-1), change)
 
 
 def row_directions(query_positions: Tensor, num_keys: int) -> Tensor:
@@ -185,10 +218,7 @@ def row_directions(query_positions: Tensor, num_keys: int) -> Tensor:
     Returns:
         float32 [R, num_keys], standard normals; ``finite_difference`` scales them to unit length.
     """
-    table = direction_table(query_positions.device)
-    keys = torch.arange(num_keys, device=query_positions.device)
-    directions: Tensor = table[(direction_start(query_positions)[..., None] + keys) % TABLE_SIZE]
-    return directions
+    return direction_windows(direction_start(query_positions), num_keys)
 
 
 def _parts(weights: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -181,7 +181,8 @@ def ranking(rows: TokenRows, count: int) -> tuple[Tensor, Tensor]:
         float64 and int64 [..., count].
     """
     values = rows.seen(rows.p, _HIDDEN)
-    top, index = largest(values, count, count, _HIDDEN / 2)
+    index = largest(values.detach(), count, count, _HIDDEN / 2)[1]  # its working memory does not go with autograd
+    top = values.gather(-1, index)
     tied = ((top[..., 1:] == top[..., :-1]) & (top[..., 1:] > _HIDDEN / 2)).any(-1)
     if tied.any():
         ordered, stable = values[tied].sort(dim=-1, descending=True, stable=True)

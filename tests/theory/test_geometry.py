@@ -264,3 +264,19 @@ def test_bad_input_says_what_was_expected():
         head_geometry(p[0], x, [1])
     with pytest.raises(AttnmonError, match="empty"):
         head_geometry(p, x, [])
+
+
+def test_rows_that_carry_gradients_are_measured():
+    """Long rows are ranked in working memory that autograd must not see."""
+    generator = torch.Generator().manual_seed(6)
+    logits = torch.randn(3, 1024, generator=generator, dtype=torch.float64, requires_grad=True)
+    tokens = torch.randn(1024, 4, generator=generator, dtype=torch.float64)
+    weights = torch.softmax(logits, -1)
+    for function in (top_n_distance, distance_bound, lambda *given: separability(*given).margin):
+        with torch.no_grad():
+            expected = function(weights, tokens, 5)
+        got = function(weights, tokens, 5)
+        assert torch.equal(got, expected)
+        (slope,) = torch.autograd.grad(got.sum(), logits, retain_graph=True)
+        assert slope.isfinite().all()
+        assert (slope != 0.0).any()

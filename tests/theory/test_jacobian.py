@@ -157,6 +157,13 @@ def test_both_weights_of_a_step_too_large_for_exp():
     assert float(finite_difference(logits, direction, 1e-3, 10.0)) == pytest.approx(math.sqrt(0.5) / 10, rel=1e-6)
 
 
+def test_a_large_step_of_a_frozen_row_keeps_its_digits():
+    logits, direction = torch.tensor([0.0, -200.0], dtype=torch.float64), torch.tensor([-1.0, 1.0])
+    eps = 100.0 / math.sqrt(2.0)  # the second logit gains 100 on the first, and both weights move by exp(-100)
+    expected = math.sqrt(2.0) * math.exp(-100.0) / eps
+    assert float(finite_difference(logits, direction, 1.0, eps)) == pytest.approx(expected, rel=1e-12)
+
+
 def test_low_temperature_means_blow_up_at_a_tie_and_freezing_elsewhere():
     def worst(gap):
         temperatures = torch.linspace(0.05, 5.0, 4000, dtype=torch.float64) * gap
@@ -192,6 +199,14 @@ def test_single_keys_and_shapes():
     for norm in NORMS:
         assert norm(weights).shape == (2, 3)
         assert norm(weights).dtype == torch.float32
+
+
+def test_the_exact_norm_carries_no_gradient():
+    logits = torch.randn(2, 1024, generator=torch.Generator().manual_seed(6), requires_grad=True)
+    weights = torch.softmax(logits, -1)
+    norm = spectral_norm(weights)
+    assert not norm.requires_grad
+    assert torch.equal(norm, spectral_norm(weights.detach()))
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.inf, math.nan])

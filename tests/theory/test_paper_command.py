@@ -57,6 +57,10 @@ def models(tmp_path_factory):
     (folder / "empty").mkdir()
     few = transformers.GPT2Config(vocab_size=50, n_positions=64, n_embd=16, n_layer=1, n_head=2, **ids)
     save(few, transformers.GPT2LMHeadModel, folder / "few")
+    broken = transformers.GPT2LMHeadModel.from_pretrained(folder / "gpt2")
+    with torch.no_grad():
+        broken.transformer.h[1].attn.c_attn.weight[0, 0] = torch.nan
+    broken.save_pretrained(folder / "broken")
     return folder
 
 
@@ -327,6 +331,14 @@ MISTAKES = {
     "no such device": (
         ("--model", "{models}/gpt2", "--lengths", "16", "--top-n", "1", "--device", "abacus"),
         "--device abacus cannot be used",
+    ),
+    "no such device for a model to be trained": (
+        ("--lengths", "16", "--top-n", "1", "--device", "abacus"),
+        "--device abacus cannot be used",
+    ),
+    "a forward that is not sound": (
+        ("--model", "{models}/broken", "--lengths", "16", "--top-n", "1"),
+        "transformer.h.1.attn, head 0: a logit or a vector is not finite",
     ),
     "a device without float64": (
         ("--model", "{models}/gpt2", "--lengths", "16", "--top-n", "1", "--device", "mps"),

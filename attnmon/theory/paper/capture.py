@@ -82,7 +82,8 @@ def check_causal(model: nn.Module, tokens: Tensor, name: str, options: Options) 
     """Run a short forward; the number of heads of all its calls together.
 
     Raises:
-        AttnmonError: some token attends to a later one, or an experiment cannot be done on what the model does.
+        AttnmonError: some token attends to a later one, a number is not finite, or an experiment cannot be done on
+            what the model does.
     """
     heads = 0
     no_sinks = sorted({"sensitivity", "normalizers"} & set(options.experiments))
@@ -91,6 +92,7 @@ def check_causal(model: nn.Module, tokens: Tensor, name: str, options: Options) 
         nonlocal heads
         heads += call.num_heads
         for head in heads_of(number, module, call, options.tokens):
+            check_finite(head)
             if bool(head.visible.triu(1).any()):
                 raise AttnmonError(
                     f"{name} is no causal model: in {module or 'the model'} tokens attend to later ones; "
@@ -104,6 +106,19 @@ def check_causal(model: nn.Module, tokens: Tensor, name: str, options: Options) 
 
     attention_calls(model, tokens[:_PROBE], look, with_hidden=options.tokens == "hidden")
     return heads
+
+
+def check_finite(head: Head) -> None:
+    """Whether every logit that a row sees, and every vector, is a number.
+
+    Raises:
+        AttnmonError: one is not.
+    """
+    if not (bool((head.logits.isfinite() | ~head.visible).all()) and bool(head.tokens.isfinite().all())):
+        raise AttnmonError(
+            f"{head.module or 'the model'}, head {head.head}: a logit or a vector is not finite; "
+            "the experiments need a model whose forward is sound"
+        )
 
 
 def heads_of(number: int, module: str, call: AttentionCall, kind: str) -> Iterator[Head]:

@@ -12,7 +12,7 @@ from torch import nn
 from attnmon.errors import AttnmonError
 from attnmon.theory.paper import small_model
 from attnmon.theory.paper.capture import check_causal
-from attnmon.theory.paper.model import Subject, context_length, identity_of, load, vocabulary_size
+from attnmon.theory.paper.model import Subject, check_device, context_length, identity_of, load, vocabulary_size
 from attnmon.theory.paper.options import EPSILONS, TEMPERATURES, Options
 from attnmon.theory.paper.progress import bar
 from attnmon.theory.paper.report import write_report
@@ -31,6 +31,7 @@ def run(options: Options, *, quiet: bool = False) -> list[Path]:
             small model.
     """
     check_writable(options.out)
+    check_device(options.device)
     subject = _trained(options, quiet) if options.model is None else _loaded(options)
     return measure(subject, options, quiet=quiet)
 

@@ -13,24 +13,21 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from attnmon.errors import AttnmonError
 from attnmon.theory.expectation import expected_distance_limit
 from attnmon.theory.head import HeadGeometry, head_geometry
 from attnmon.theory.jacobian import (
-    finite_difference,
     finite_difference_bound,
     paper_expression,
     row_directions,
-    spectral_norm,
 )
 from attnmon.theory.normalizers import compare
-from attnmon.theory.paper.capture import Head
+from attnmon.theory.paper.capture import Head, check_finite
 from attnmon.theory.paper.options import EPSILONS, TEMPERATURES, Options, candidates
 from attnmon.theory.paper.store import Record
 from attnmon.theory.paper.sweep import expected_distances, nested_distances, weight_ranks
+from attnmon.theory.paper.temperatures import sensitivities
 
 _SLACK = 1e-5  # relative, of float32 arithmetic: nearer a bound than this is not across it
-_BLOCK = 320  # rows at a time: few enough for the cache, enough that threads do not wait for the interpreter
 _COMPARED_ROWS = 64  # of a head, where other normalisers are solved row by row
 
 
@@ -58,16 +55,10 @@ class HeadRows:
     def __init__(self, head: Head, place: Place, experiments: Sequence[str], options: Options) -> None:
         self.head, self.place = head, place
         self._experiments, self._options = experiments, options
+        check_finite(head)
         z = head.logits.masked_fill(~head.visible, -torch.inf)
         outcomes = z if head.sink is None else torch.nn.functional.pad(z, (0, 1), value=head.sink)
-        everything = torch.softmax(outcomes, -1)
-        self.weights = everything[:, : z.shape[1]]
-        self.sink_weight = None if head.sink is None else everything[:, -1]
-        if not (bool(everything.isfinite().all()) and bool(head.tokens.isfinite().all())):
-            raise AttnmonError(
-                f"{head.module or 'the model'}, head {head.head}: a logit or a vector is not finite; "
-                "the experiments need a model whose forward is sound"
-            )
+        self.weights = torch.softmax(outcomes, -1)[:, : z.shape[1]]
         self.count = head.visible.sum(-1)
 
     def sizes(self, *experiments: str) -> tuple[int, ...]:
@@ -213,16 +204,7 @@ def _sensitivity(rows: HeadRows, sizes: Sequence[int]) -> list[Record]:
     directions = _directions(length, head.logits.device)
     standard = head.logits * head.tau  # l, whatever the model's own temperature
     valid = rows.count >= 1
-    g = torch.zeros(len(TEMPERATURES), len(EPSILONS), length, device=standard.device)
-    norm = torch.zeros(len(TEMPERATURES), length, device=standard.device)
-    for first in range(0, length, _BLOCK):
-        block, reach = slice(first, min(first + _BLOCK, length)), min(first + _BLOCK, length)
-        logits, visible = standard[block, :reach], head.visible[block, :reach]
-        for t, temperature in enumerate(TEMPERATURES):
-            weights = torch.softmax((logits / temperature).masked_fill_(~visible, -torch.inf), -1)
-            norm[t, block] = spectral_norm(weights, temperature)
-            for e, epsilon in enumerate(EPSILONS):
-                g[t, e, block] = finite_difference(logits, directions[block, :reach], temperature, epsilon, visible)
+    g, norm = sensitivities(standard, directions, head.visible, TEMPERATURES, EPSILONS)
     found = []
     for t, temperature in enumerate(TEMPERATURES):
         expression = torch.full_like(norm[t], paper_expression(temperature))

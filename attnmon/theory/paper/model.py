@@ -68,8 +68,8 @@ def load(name: str, device: str) -> tuple[nn.Module, Any]:
     return prepare(model, device), tokenizer
 
 
-def prepare(model: nn.Module, device: str) -> nn.Module:
-    """The model as it is measured: float32, evaluation mode, on ``device``.
+def check_device(device: str) -> torch.device:
+    """The device of that name.
 
     Raises:
         AttnmonError: there is no such device, or it has no float64.
@@ -77,8 +77,20 @@ def prepare(model: nn.Module, device: str) -> nn.Module:
     if device.startswith("mps"):
         raise AttnmonError("--device mps cannot be used: it has no float64, which the geometry is computed in")
     try:
-        return model.float().to(torch.device(device)).eval()
-    except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
+        return torch.zeros(1, device=torch.device(device)).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch built without CUDA asserts
+        raise AttnmonError(f"--device {device} cannot be used: {_first_line(error)}") from error
+
+
+def prepare(model: nn.Module, device: str) -> nn.Module:
+    """The model as it is measured: float32, evaluation mode, on ``device``.
+
+    Raises:
+        AttnmonError: as for ``check_device``, or the device has no room for it.
+    """
+    try:
+        return model.float().to(check_device(device)).eval()
+    except RuntimeError as error:
         raise AttnmonError(f"--device {device} cannot be used: {_first_line(error)}") from error
 
 
