@@ -323,7 +323,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         table.add_column(column, justify="right" if number else "left", no_wrap=True)
     for line in rows:
         table.add_row(*line)
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    Console(width=None if sys.stdout.isatty() else 260).print(table)
 
 
 if __name__ == "__main__":
