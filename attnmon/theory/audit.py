@@ -356,7 +356,7 @@ STATEMENTS: tuple[Statement, ...] = (
         "advice",
         EMPIRICAL,
         "0.7 to 0.8 is also GPT-2's normal level, so a level alone says nothing; entropy falling is the other failure.",
-        "Alerts on change from the head's own baseline, and on collapse separately",
+        "Alerts on change from the head's own baseline; falling entropy shows in `entropy_norm`, without an alert yet",
         (
             "tests/rules/test_relative.py::test_uniform_names_the_head_and_converts_the_limit",
             "tests/rules/test_relative.py::test_uniform_ignores_collapse_and_moves_near_the_ends",
