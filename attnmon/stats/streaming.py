@@ -209,7 +209,8 @@ class _Reducer:
         return rows.gather(2, index.expand(-1, rows.shape[1], -1, rows.shape[3])).to(self.compute)
 
     def _given_logits(self, logits: Tensor, block: _Block, positions: Tensor) -> tuple[Tensor, Visible | None]:
-        z = self._given_rows(logits, block, positions)
+        rows = self._given_rows(logits, block, positions)
+        z = scratch("logits", rows.shape, rows).copy_(rows)  # overwritten, and perhaps asked for a second time
         mask = ~(z <= logit_threshold(logits.dtype))
         # masked entries are anything from -1e9 to -inf; NaN stays, to be counted
         z = z.clamp_(min=HIDDEN)

@@ -11,6 +11,7 @@ import torch
 
 from attnmon.stats import attention_stats, reference, rows, selection, streaming
 from attnmon.stats.finite_step import EXPM1_LIMIT
+from attnmon.stats.plan import make_plan
 from attnmon.types import AttentionCall
 from tests.helpers import MASK_KINDS, assert_stats_close, call_id, draw_call
 from tests.stats.oracle import as_call, assert_expected, check, counts_of, expect, packed, training_stats
@@ -148,6 +149,27 @@ def test_given_logits_in_blocks_of_a_head(monkeypatch):
     for budget in (1, 160, 10**6):
         monkeypatch.setattr(streaming, "_BLOCK_CPU", budget)
         assert_stats_close(training_stats(call, names), expected, 1e-5)
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_given_logits_with_a_row_that_is_not_finite(gathered):
+    """Such a block is reduced a second time, from the logits as they came."""
+    generator = torch.Generator().manual_seed(5)
+    z = 3.0 * torch.randn(1, 2, 6, 40, generator=generator)
+    z[0, 1, 2, 5] = math.nan
+    given = z.clone()
+    call = AttentionCall(None, None, None, scale=0.25, head_dim=16, logits=given, is_cross=True)
+    settings = streaming.Settings.create(
+        rows=6, sequences=None, metrics=["max_logit", "logit_std", "entropy", "jacobian"]
+    )
+    plan, packing = make_plan(call, settings), streaming.Packing(settings.metrics)
+    plan.gathered = gathered
+    found = packing.values(streaming.measure(call, settings, plan, packing).numpy())
+    expected = reference.attention_stats(
+        None, None, logits=z, head_dim=16, scale=0.25, is_cross=True, metrics=settings.metrics
+    )
+    assert_stats_close({name: torch.from_numpy(value) for name, value in found.items()}, expected, 1e-5)
+    assert torch.equal(given.nan_to_num(0.0), z.nan_to_num(0.0))  # the caller's tensor is left as it was
 
 
 def test_blocks_cover_every_row_once(monkeypatch):
