@@ -116,11 +116,15 @@ def dense(q: Tensor, k: Tensor, v: Tensor, top_n: int = 16, epsilon: float = 0.1
 
 
 class PeakBytes(TorchDispatchMode):
-    """Bytes of the tensors that operations return, alive at the same time; temporaries inside them do not count."""
+    """Bytes of the tensors that operations return, alive at the same time; temporaries inside them do not count.
 
-    def __init__(self) -> None:
+    Nor do views of ``inputs``, tensors that were there before.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
         self.alive, self.peak = 0, 0
+        self._before = {tensor.untyped_storage()._cdata for tensor in inputs}
         self._users: dict[int, int] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -133,6 +137,8 @@ class PeakBytes(TorchDispatchMode):
     def _watch(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
+        if key in self._before:
+            return
         if key not in self._users:
             self.alive += size
             self.peak = max(self.peak, self.alive)
@@ -146,7 +152,7 @@ class PeakBytes(TorchDispatchMode):
             self.alive -= size
 
 
-def peak_bytes(run: Callable[[], Any], device: str) -> int:
+def peak_bytes(run: Callable[[], Any], device: str, inputs: Sequence[Tensor]) -> int:
     """Memory that a call takes beyond its inputs: of the allocator on CUDA, of returned tensors on a CPU."""
     if device == "cuda":
         torch.cuda.synchronize()
@@ -155,7 +161,7 @@ def peak_bytes(run: Callable[[], Any], device: str) -> int:
         run()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    with PeakBytes() as tracker:
+    with PeakBytes(inputs) as tracker:
         run()
     return tracker.peak
 
@@ -198,7 +204,7 @@ def measure(
                     torch.cuda.synchronize()
                 if round_ > 0:
                     seconds[name].append(time.perf_counter() - start)
-        memory = {name: peak_bytes(run, device) for name, run in runs.items()}
+        memory = {name: peak_bytes(run, device, (q, k, v)) for name, run in runs.items()}
     return {
         "name": case.name, **vars(case), "backend": backend, "dtype": str(dtype), "repeats": repeats,
         "seconds": {name: quantiles(times) for name, times in seconds.items()},

@@ -43,7 +43,12 @@ def test_peak_bytes_counts_tensors_alive_at_once():
         del a, b
         return view * 2.0  # 8000 again
 
-    assert kernel.peak_bytes(run, "cpu") == 8000
+    assert kernel.peak_bytes(run, "cpu", ()) == 8000
+
+
+def test_peak_bytes_leaves_out_what_was_there_before():
+    given = torch.ones(1000)
+    assert kernel.peak_bytes(lambda: given[10:].detach() + 1.0, "cpu", [given]) == 3960
 
 
 def test_errors_are_relative_and_nan_must_agree():
