@@ -72,11 +72,7 @@ class Reducer:
 
 def disagreement(packing: Packing, one: NDArray[np.float64], other: NDArray[np.float64]) -> str | None:
     """How two packed matrices [columns, H] of the same rows differ by more than rounding; None if they do not."""
-    names = ["rows", *(["excluded rows"] * (packing.first_mean - 1))]
-    for name in packing.means:
-        names += [name, f"{name}'s rows"]
-    names += packing.maxima
-    for name, left, right in zip(names, one, other, strict=True):
+    for name, left, right in zip(packing.columns, one, other, strict=True):
         metric = METRICS.get(name)
         if metric is None:
             allowed = np.zeros_like(right)

@@ -128,15 +128,10 @@ def measure(
     *,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Packed statistics [columns, H] of ``call`` by the named implementation ("torch" or "triton").
+    """Packed statistics [columns, H] of ``call`` by an implementation that takes it (see ``choose_backend``).
 
     While training the arithmetic is float32; ``attention_stats`` has the time for float64, which "torch" alone does.
-
-    Raises:
-        UnsupportedAttention: "triton" and a call that the kernels do not take.
     """
-    if backend == "triton":
-        _refuse(call, settings)
     implementation = {"torch": "streaming", "triton": "triton_kernel"}[backend]
     module = import_module(f"attnmon.stats.{implementation}")
     packed: Tensor = module.measure(call, settings, plan, packing, dtype)
@@ -175,17 +170,12 @@ def choose_backend(backend: str, call: AttentionCall, settings: Settings) -> str
     source = call.query if call.query is not None else call.logits
     assert source is not None
     chosen = resolve_backend(backend, source.device)
-    if chosen == "triton" and backend == "triton":
-        _refuse(call, settings)
-    if chosen == "triton" and fused.unsupported(call, settings) is not None:
-        return "torch"
-    return chosen
-
-
-def _refuse(call: AttentionCall, settings: Settings) -> None:
-    reason = fused.unsupported(call, settings)
-    if reason is not None:
+    reason = fused.unsupported(call, settings) if chosen == "triton" else None
+    if reason is None:
+        return chosen
+    if backend == "triton":
         raise UnsupportedAttention(f"backend='triton' does not take {reason}; backend='auto' measures it with torch")
+    return "torch"
 
 
 def _allowed(settings: Settings, call: AttentionCall, *, explicit: bool) -> Settings:

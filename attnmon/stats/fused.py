@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from attnmon.stats.directions import TABLE_SIZE, direction_start
-from attnmon.stats.packing import Packing
 from attnmon.stats.plan import Plan
 from attnmon.stats.settings import Settings
 from attnmon.stats.visibility import documents
@@ -130,13 +129,6 @@ def row_table(call: AttentionCall, plan: Plan) -> Tensor:
     table = torch.stack([positions, low, high, first, place]).to(torch.int32)
     plan.shared[kind] = table
     return table
-
-
-def columns(packing: Packing) -> dict[str, int]:
-    """Column of each measured metric's sum (or maximum) in the packed matrix."""
-    found = {name: packing.first_mean + 2 * index for index, name in enumerate(packing.means)}
-    found.update({name: packing.num_sums + index for index, name in enumerate(packing.maxima)})
-    return found
 
 
 @dataclass(frozen=True)

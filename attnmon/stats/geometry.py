@@ -39,7 +39,7 @@ def selection_geometry(
 
     Args, float32 unless said:
         tokens: [S, G, Lk, E]; G divides H (or is 1).
-        inverse_length: [S, G, Lk]; x = inverse_length * tokens; None: x = tokens.
+        inverse_length: [S, G, Lk]; x = inverse_length * tokens; NaN where a token is not finite; None: x = tokens.
         tail: [S, H, R, Lk] e of keys beyond the K largest, 0 at those and at masked keys.
         e_top, index: [K, S, H, R] the K largest e, and [S, H, R, K] their keys (int64); the first N are the selection.
         weight, visible: visibility as float and bool, broadcastable to [S, H, R, Lk]; None = all.
@@ -69,7 +69,7 @@ def selection_geometry(
 
     bad_key = None
     if masked_search:
-        bad_key = ~lengths_of(tokens).isfinite()
+        bad_key = ~lengths_of(tokens).isfinite() if inverse_length is None else inverse_length.isnan()
         tokens = tokens.masked_fill(bad_key[..., None], 0.0)
         if inverse_length is not None:
             inverse_length = inverse_length.nan_to_num(0.0, 0.0, 0.0)

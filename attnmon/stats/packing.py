@@ -38,6 +38,12 @@ class Packing:
     def maxima(self) -> tuple[str, ...]:
         return tuple(name for name in self.metrics if METRICS[name].merge == "max")
 
+    @cached_property
+    def columns(self) -> tuple[str, ...]:
+        """What each row of the matrix holds: a metric's name is its sum or maximum, "rows of" it the sum's count."""
+        sums = (column for name in self.means for column in (name, f"rows of {name}"))
+        return ("rows", *(f"{reason} rows" for reason in EXCLUSION_REASONS), *sums, *self.maxima)
+
     @property
     def num_sums(self) -> int:
         """Leading columns that merge by addition."""

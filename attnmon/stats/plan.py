@@ -7,15 +7,17 @@ one (both of low discrepancy). No random state is read or written, and padding m
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from attnmon.stats.packing import Packing
 from attnmon.stats.settings import Settings
 from attnmon.stats.visibility import documents, key_valid, visible_keys
-from attnmon.types import AttentionCall
+from attnmon.types import EXCLUSION_REASONS, AttentionCall
 
 _GOLDEN = 0.6180339887498949
 _PLASTIC = 0.7548776662466927
@@ -99,6 +101,16 @@ def make_plan(call: AttentionCall, settings: Settings, draw: int = 0) -> Plan:
         padding=None if padding_query is None else padding_query.sum(-1).expand(wanted),
         masked=None if masked is None else masked.sum(-1).expand(wanted),
     )
+
+
+def excluded_rows(plan: Plan, packing: Packing, num_heads: int, dtype: torch.dtype) -> Tensor:
+    """Packed statistics [columns, H] of no row but those that the plan leaves out."""
+    result = torch.zeros(packing.num_columns, num_heads, dtype=dtype, device=plan.positions.device)
+    result[packing.num_sums :] = -math.inf
+    for reason, excluded in (("padding", plan.padding), ("masked", plan.masked)):
+        if excluded is not None:
+            result[1 + EXCLUSION_REASONS.index(reason)] += excluded.sum()
+    return result
 
 
 def _strata(usable: Tensor, rows: int, draw: int) -> tuple[Tensor, Tensor]:

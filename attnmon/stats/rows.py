@@ -20,7 +20,7 @@ from torch import Tensor
 from attnmon.stats.finite_step import large_step, small_step
 from attnmon.stats.geometry import selection_geometry
 from attnmon.stats.jacobian import EIGENVALUE_CANDIDATES, scaled_eigenvalue
-from attnmon.stats.parts import HIDDEN, RowInputs, RowOutputs
+from attnmon.stats.row_inputs import HIDDEN, RowInputs, RowOutputs
 from attnmon.stats.scratch import scratch
 from attnmon.stats.selection import largest, leading
 
@@ -138,7 +138,7 @@ def _final_logits(inputs: RowInputs, values: dict[str, Tensor]) -> Tensor:
 def _first_weight(first_key: Tensor | None, tail: Tensor, e_top: Tensor, index: Tensor) -> Tensor:
     """e of the sequence's first key: in the tail, or among the largest."""
     if first_key is None:
-        return tail[..., 0] + (e_top * (leading(index) == 0)).sum(0)
+        return tail[..., 0] + (e_top * (index == 0).movedim(-1, 0)).sum(0)
     first = first_key[:, None, :, None]
     among = (index == first).movedim(-1, 0)
     # a key outside the block's range is seen by none of its rows

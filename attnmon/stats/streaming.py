@@ -21,9 +21,9 @@ from attnmon.mods import score_rows
 from attnmon.stats.directions import direction_start, direction_windows
 from attnmon.stats.finite_step import EXPM1_LIMIT
 from attnmon.stats.packing import Packing
-from attnmon.stats.parts import HIDDEN, RowInputs, RowOutputs, Visible
-from attnmon.stats.plan import Plan, logit_threshold
+from attnmon.stats.plan import Plan, excluded_rows, logit_threshold
 from attnmon.stats.products import in_dtype, lengths_of, scores
+from attnmon.stats.row_inputs import HIDDEN, RowInputs, RowOutputs, Visible
 from attnmon.stats.rows import row_metrics
 from attnmon.stats.scratch import scratch
 from attnmon.stats.settings import Settings
@@ -31,7 +31,7 @@ from attnmon.stats.visibility import mask_threshold, mod_indices, visible_keys
 from attnmon.stats.weights import weight_metrics
 from attnmon.types import AttentionCall
 
-_BLOCK_CPU = 1 << 20  # logits per block: its three buffers are 12 MiB, and its fixed costs one part in three
+_BLOCK_CPU = 1 << 20  # logits per block, in three buffers of 4 MiB; small operations cost the same for any block
 _BLOCK_OTHER = 1 << 24
 _KEY_ALIGNMENT = 16
 
@@ -56,12 +56,8 @@ def measure(
     assert source is not None
     device = source.device
     reducer = _Reducer(call, settings, plan, packing, dtype)
-    result = torch.zeros(packing.num_columns, call.num_heads, dtype=reducer.dtype, device=device)
+    result = excluded_rows(plan, packing, call.num_heads, reducer.dtype)
     sums, maxima = result[: packing.num_sums], result[packing.num_sums :]
-    maxima.fill_(-math.inf)
-    for column, excluded in ((1, plan.padding), (2, plan.masked)):  # the order of EXCLUSION_REASONS
-        if excluded is not None:
-            result[column] += excluded.sum()
     # autocast would run the products below in half precision
     with torch.autocast(device.type, enabled=False):
         for block in reducer.blocks():

@@ -12,7 +12,6 @@ torch's caching allocator. Nothing waits for the device, so a call can be captur
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -25,7 +24,7 @@ from attnmon.metrics import METRICS
 from attnmon.stats import fused
 from attnmon.stats.directions import TABLE_SIZE, direction_table
 from attnmon.stats.packing import Packing
-from attnmon.stats.plan import Plan
+from attnmon.stats.plan import Plan, excluded_rows
 from attnmon.stats.settings import Settings
 from attnmon.stats.triton_fields import P_FIELDS, R_FIELDS, S_FIELDS
 from attnmon.stats.triton_finish import finish
@@ -55,11 +54,7 @@ def measure(
     assert call.query is not None
     assert call.key is not None
     device = call.query.device
-    result = torch.zeros(packing.num_columns, call.num_heads, dtype=torch.float64, device=device)
-    result[packing.num_sums :].fill_(-math.inf)
-    for column, excluded in ((1, plan.padding), (2, plan.masked)):  # the order of EXCLUSION_REASONS
-        if excluded is not None:
-            result[column] += excluded.sum()
+    result = excluded_rows(plan, packing, call.num_heads, torch.float64)
     sequences = range(*plan.sequences.indices(call.num_sequences))
     reduce_rows(
         result,
@@ -232,8 +227,9 @@ class _Reducer:
         has = {"": True, "value": tokens is not None, "sinks": sinks is not None, "softcap": softcap > 0}
         names = {*packing.means, *packing.maxima}
         wanted = {name for name in names if has[METRICS[name].needs]}
-        place = fused.columns(packing)
-        self.columns = {constant: place[name] if name in wanted else -1 for constant, name in _COLUMNS.items()}
+        self.columns = {
+            constant: packing.columns.index(name) if name in wanted else -1 for constant, name in _COLUMNS.items()
+        }
         self.group = query.shape[1] // key.shape[1]
         self.kept = max(top_n, fused.LEAST_KEPT)
         self.slots = fused.power_of_two(self.kept)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attnmon.stats.geometry import selection_geometry
 from attnmon.stats.jacobian import EIGENVALUE_CANDIDATES, scaled_eigenvalue
-from attnmon.stats.parts import HIDDEN, RowInputs, RowOutputs
+from attnmon.stats.row_inputs import HIDDEN, RowInputs, RowOutputs
 from attnmon.stats.selection import largest, leading
 
 _BELOW = 1e6  # how far a masked key lies below the largest logit, where the normaliser is called again

@@ -267,7 +267,7 @@ def test_values_that_are_not_finite_leave_out_the_rows_that_see_them():
     call["value"][0, 0, 11] = math.nan
     call["value"][0, 1, 15] = math.inf
     _, dirty = measure(call)
-    places = fused.columns(packing)
+    places = {name: column for column, name in enumerate(packing.columns)}
     for name in packing.means:
         number = clean[places[name] + 1] - dirty[places[name] + 1]
         assert number.tolist() == ([9, 5] if name in ("separability", "distance") else [0, 0]), name
@@ -291,7 +291,7 @@ def test_many_launches_splits_and_tiles_give_the_same(monkeypatch, splits):
     call = draw_call(12, **PLAIN, batch=2, heads=2, kv_heads=1, q_len=12, k_len=75, head_dim=80)
     call["key_padding_mask"] = torch.arange(75)[None] < torch.tensor([[0], [9]])
     packing, whole = measure(call)
-    places = fused.columns(packing)
+    places = {name: column for column, name in enumerate(packing.columns)}
     counts = [0, 1, 2, 3, *(places[name] + 1 for name in packing.means)]
 
     def agrees():

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attnmon.stats.finite_step import EXPM1_LIMIT, small_step
 from attnmon.stats.jacobian import EIGENVALUE_CANDIDATES, scaled_eigenvalue
-from attnmon.stats.parts import HIDDEN
+from attnmon.stats.row_inputs import HIDDEN
 from attnmon.stats.selection import largest, leading
 from attnmon.theory.jacobian import large_step
 

@@ -44,7 +44,7 @@ class RowInputs:
     """A block of rows.
 
     Attributes:
-        z: float32 [S, H, R, Lk], contiguous, scale * q.k (or finished logits, then ``softcap`` is None and masked
+        z: float32 [S, H, R, Lk], scale * q.k (or finished logits, then ``softcap`` is None and masked
             entries lie at or above HIDDEN but far below any logit); overwritten.
         visible: None if every row sees every key.
         tau: temperature relative to 1/sqrt(D).
