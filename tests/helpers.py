@@ -203,3 +203,21 @@ def assert_stats_close(
                 f"{worst:.3g} times the tolerance{where}"
             )
     assert not message, message
+
+
+def row_logits(rng, kind, n):
+    """n logits of a "sharp", "tied", "one_hot" or "uniform" row, or (any other kind) of a random one."""
+    z = rng.normal(size=n) * (rng.uniform(3, 30) if kind == "sharp" else rng.uniform(0.01, 3))
+    if kind == "tied":
+        z[rng.permutation(n)[: rng.integers(2, n + 1)]] = z.max()
+    elif kind == "one_hot":
+        z[rng.integers(n)] = z.max() + rng.uniform(5, 60)
+    elif kind == "uniform":
+        z[:] = z[0]
+    return z
+
+
+def split(p, num):
+    """The num largest weights' indices and the others', ties by lowest index, as the reference selects."""
+    order = np.argsort(-p, kind="stable")
+    return order[:num], order[num:]

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from attnmon.stats.reference import _softmax, largest_eigenvalue, row_stats
+from tests.helpers import row_logits, split
 
 SLACK = 1 + 1e-9  # float64 rounding
 KINDS = ("random", "sharp", "tied", "one_hot", "uniform", "padded")
@@ -27,13 +28,7 @@ def rows():
     for index in range(3000):
         kind = KINDS[index % len(KINDS)]
         n = int(rng.integers(3, 121))
-        z = rng.normal(size=n) * (rng.uniform(3, 30) if kind == "sharp" else rng.uniform(0.01, 3))
-        if kind == "tied":
-            z[rng.permutation(n)[: rng.integers(2, n + 1)]] = z.max()
-        elif kind == "one_hot":
-            z[rng.integers(n)] = z.max() + rng.uniform(5, 60)
-        elif kind == "uniform":
-            z[:] = z[0]
+        z = row_logits(rng, kind, n)
         x = rng.normal(size=(n, int(rng.integers(2, 33))))
         x += rng.normal(size=x.shape[1]) * rng.choice([0.0, 3.0])  # also anisotropic clouds
         if kind == "padded":  # a mask hides some keys: the row is what remains
@@ -46,12 +41,6 @@ def rows():
 
 def weights(z):
     return _softmax(z)[0]
-
-
-def split(p, num):
-    """Selected and unselected indices, as the reference selects."""
-    order = np.argsort(-p, kind="stable")
-    return order[:num], order[num:]
 
 
 def jacobian(p):

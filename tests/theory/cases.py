@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from attnmon.stats.reference import _softmax
+from tests.helpers import row_logits, split
 
 SLACK = 1 + 1e-9  # float64 rounding
 KINDS = ("random", "sharp", "tied", "one_hot", "uniform", "padded", "same_vectors", "raw_vectors")
@@ -48,13 +49,7 @@ def rows(count=400, longest=40, seed=20250817):
 
 
 def make_row(rng, kind, n):
-    z = rng.normal(size=n) * (rng.uniform(3, 30) if kind == "sharp" else rng.uniform(0.01, 3))
-    if kind == "tied":
-        z[rng.permutation(n)[: rng.integers(2, n + 1)]] = z.max()
-    elif kind == "one_hot":
-        z[rng.integers(n)] = z.max() + rng.uniform(5, 60)
-    elif kind == "uniform":
-        z[:] = z[0]
+    z = row_logits(rng, kind, n)
     x = rng.normal(size=(n, int(rng.integers(2, 17)))) + rng.normal() * rng.choice([0.0, 3.0])
     x /= np.linalg.norm(x, axis=1, keepdims=True)
     if kind == "same_vectors":
@@ -66,12 +61,6 @@ def make_row(rng, kind, n):
         visible = rng.random(n) < 0.7
         visible[rng.permutation(n)[:3]] = True
     return Row(kind, z, x, visible)
-
-
-def split(p, num):
-    """I_N and the others, ties by lowest index."""
-    order = np.argsort(-p, kind="stable")
-    return order[:num], order[num:]
 
 
 def gaps_from_selection(p, x, inside):
