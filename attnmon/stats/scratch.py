@@ -33,6 +33,6 @@ def scratch(name: str, shape: Sequence[int], like: Tensor) -> Tensor:
     buffer = _buffers.by_name.get(name)
     if buffer is None or buffer.numel() < size:
         with torch.inference_mode(False):  # usable in and outside of inference mode alike
-            buffer = torch.empty(size, dtype=torch.uint8)
+            buffer = torch.empty(size, dtype=torch.uint8, device=like.device)  # whatever the default device is
         _buffers.by_name[name] = buffer
     return buffer[:size].view(like.dtype).view(shape)

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from attnmon.errors import AttnmonError
 from attnmon.metrics import METRICS
-from attnmon.stats import attention_stats, reference
+from attnmon.stats import attention_stats, reference, scratch
 from attnmon.stats.packing import Packing
 from tests.helpers import assert_stats_close, call_id, draw_call
 from tests.stats.oracle import counts_of, packed, training_stats
@@ -334,3 +334,14 @@ def test_surroundings_do_not_matter(context, seed):
             assert got[name].dtype == torch.float32
             assert torch.equal(got[name].nan_to_num(-7.0), want[name].nan_to_num(-7.0)), name
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_default_device_does_not_matter(monkeypatch):
+    monkeypatch.setattr(scratch, "_buffers", scratch._Buffers())  # as in a thread that has measured nothing yet
+    q, k, v = torch.randn(3, 2, 2, 20, 8, generator=torch.Generator().manual_seed(0))
+    expected = attention_stats(q, k, v, is_causal=True, top_n=4)
+    monkeypatch.setattr(scratch, "_buffers", scratch._Buffers())
+    with torch.device("meta"):
+        found = attention_stats(q, k, v, is_causal=True, top_n=4)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
