@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from attnmon.capture.below import plain
 
 from attnmon.errors import UnsupportedAttention
 
@@ -40,3 +43,26 @@ def number(name: str, given: Any) -> float | None:
             raise UnsupportedAttention(f"{name} is a tensor whose value is not known to the host")
         return float(given)
     return None if given is None else float(given)
+
+
+def without_wrapping(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], list[tuple[Tensor, Tensor]]]:
+    """The arguments of a call without what ``torch.func`` has wrapped, and their tensors: (as given, without).
+
+    Raises:
+        UnsupportedAttention: a tensor has no numbers of its own here.
+    """
+    tensors: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def unwrap(given: Any) -> Any:
+        if isinstance(given, Tensor):
+            if id(given) not in tensors:
+                tensors[id(given)] = (given, plain(given))
+            return tensors[id(given)][1]
+        if type(given) is tuple or type(given) is list:
+            return type(given)(unwrap(item) for item in given)
+        return given
+
+    unwrapped = tuple(unwrap(given) for given in args), {name: unwrap(given) for name, given in kwargs.items()}
+    return *unwrapped, list(tensors.values())

@@ -21,47 +21,61 @@ class Entered:
     (A compiler may run a hook as a graph of its own, which has to stay empty.)
     """
 
-    __slots__ = ("_args", "_kwargs")
+    __slots__ = ("_args", "_kwargs", "_known")
 
     def __init__(self, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> None:
         self._args, self._kwargs = args, kwargs or {}
+        self._known: _Looked | None = None
 
-    def _sequences(self) -> list[Tensor]:
-        """Arguments that may be hidden states [B, L, E] or [L, B, E]."""
-        return [
+    def _look(self) -> _Looked:
+        if self._known is not None:
+            return self._known
+        args, kwargs = self._args, self._kwargs
+        # arguments that may be hidden states [B, L, E] or [L, B, E]
+        sequences = [
             argument
-            for argument in (*self._args, *self._kwargs.values())
+            for argument in (*args, *kwargs.values())
             if isinstance(argument, Tensor) and argument.dim() == 3 and argument.is_floating_point()
         ]
+        first = sequences[0] if sequences else None
+        query = kwargs.get("query", args[0] if args else None)
+        key = kwargs.get("key", args[1] if len(args) > 1 else None)
+        contexts = [kwargs.get(name) for name in _CONTEXTS]
+        return _Looked(
+            [sequence.shape for sequence in sequences],
+            [sequence.shape for sequence in sequences[1:] if sequence is not first],
+            first is not None and any(isinstance(given, Tensor) and given is not first for given in contexts),
+            query is key and query is not None,
+        )
+
+    def settle(self) -> Entered:
+        """Look now, and let go of the tensors."""
+        if self._known is None:
+            self._known = self._look()
+            self._args, self._kwargs = (), {}
+        return self
 
     @property
     def has_sequences(self) -> bool:
-        return bool(self._sequences())
+        return bool(self._look().shapes)
 
     @property
     def shape(self) -> torch.Size | None:
         """Of the first hidden states."""
-        found = self._sequences()
-        return found[0].shape if found else None
+        found = self._look().shapes
+        return found[0] if found else None
 
     @property
     def is_self(self) -> bool:
         """Whether queries and keys are one tensor (values may be another: positions added to the first two)."""
-        args, kwargs = self._args, self._kwargs
-        query = kwargs.get("query", args[0] if args else None)
-        key = kwargs.get("key", args[1] if len(args) > 1 else None)
-        return query is key and query is not None
+        return self._look().is_self
 
     def is_cross(self, queries: int, keys: int) -> bool:
         """Whether keys come from another sequence than queries; cached keys do not."""
-        found = self._sequences()
-        if not found:
+        looked = self._look()
+        if not looked.shapes:
             return False
-        for name in _CONTEXTS:
-            given = self._kwargs.get(name)
-            if isinstance(given, Tensor) and given is not found[0]:
-                return True
-        return queries != keys and any(keys in other.shape[:2] for other in found[1:] if other is not found[0])
+        return looked.has_context or (queries != keys and any(keys in other[:2] for other in looked.others))
 
     def batch(self, queries: int) -> int | None:
         """The number of sequences, given the number of query positions."""
@@ -69,6 +83,18 @@ class Entered:
         if shape is None or queries not in shape[:2]:
             return None
         return int(shape[0] if shape[1] == queries else shape[1])
+
+
+class _Looked:
+    """Shapes of the hidden states that a module was given."""
+
+    __slots__ = ("has_context", "is_self", "others", "shapes")
+
+    def __init__(self, shapes: list[torch.Size], others: list[torch.Size], has_context: bool, is_self: bool) -> None:
+        self.shapes = shapes
+        self.others = others  # of those that are not the first
+        self.has_context = has_context  # a keyword says that keys come from elsewhere
+        self.is_self = is_self
 
 
 def count_heads(leading: tuple[int, ...], queries: int, hint: int | None, entered: Entered) -> int:

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+FUSED = "in evaluation mode; torch may then run it inside one fused kernel, which makes no attention call to be seen"
+
 
 @dataclass(frozen=True, slots=True)
 class CoverageRecord:
@@ -42,11 +44,16 @@ class Site:
     kind: str
     expected: bool  # it looks like attention; others appear only once they make a call
     excluded: bool = False
-    inside_encoder: bool = False  # part of an nn.TransformerEncoder
+    depth: int = 0  # of its path
+    at_once: bool = False  # its calls cannot wait for the end of the forward
+    without_mode: bool = False  # the mode around it meets compiled code that breaks into several graphs
+    aside: str = ""  # why it is left alone from now on
+    in_evaluation: bool = False  # as it was when a measured step began
     heads_hint: int | None = None  # what the module's attributes say
     heads: int | None = None
     route: str = ""
     calls: int = 0
+    noted: int = 0  # calls that wait to be measured, or were
     backend: str = ""
     refused: Counter[str] = field(default_factory=Counter)
 
@@ -57,12 +64,16 @@ class Site:
 
     def record(self, measured_steps: int) -> CoverageRecord:
         """The site's state after ``measured_steps`` measured steps."""
-        if self.calls:
+        if self.aside:
+            status, reason = "skipped", self.aside
+        elif self.calls:
             status, reason = "captured", ""
         elif self.excluded:
             status, reason = "skipped", "excluded by the include and exclude patterns"
         elif self.refused:
             status, reason = "skipped", self.refused.most_common(1)[0][0]
+        elif measured_steps and self.in_evaluation:
+            status, reason = "skipped", FUSED
         elif measured_steps:
             status, reason = "skipped", "it made no attention call that attnmon sees"
         else:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnmon.capture.below import below_modes, plain
 from attnmon.capture.entmax import Normalised
 from attnmon.capture.products import contracted_size, values_of
 
@@ -104,8 +106,8 @@ class SoftmaxListener(Protocol):
     def softmax(self, seen: SoftmaxSeen) -> Any:
         """Its input, before anything else happens to it; the answer is handed back with the values."""
 
-    def values(self, token: Any, values: Tensor | None, *, used: bool) -> None:
-        """The values, or None if they are unclear; ``used``: whether the weights entered a product at all."""
+    def values(self, token: Any, values: Callable[[], Tensor | None], *, used: bool) -> None:
+        """Gives the values, or None if they are unclear; ``used``: whether the weights entered a product at all."""
 
     def refused(self, reason: str, tensor: Tensor) -> None:
         """A softmax that cannot be measured, and some tensor of it."""
@@ -180,12 +182,12 @@ class EagerTracker:
     def finish(self) -> None:
         """The module's forward has ended."""
         if self._token is not None:
-            self._deliver(None, used=False)
+            self._deliver(_no_values, used=False)
         self._probs.clear()
         self._scores.clear()
         self._scaled.clear()
 
-    def _deliver(self, values: Tensor | None, *, used: bool) -> None:
+    def _deliver(self, values: Callable[[], Tensor | None], *, used: bool) -> None:
         token, self._token = self._token, None
         self._probs.clear()
         self._listener.values(token, values, used=used)
@@ -249,7 +251,7 @@ class EagerTracker:
             return
         self._scores.clear()
         if self._token is not None:  # two softmaxes in a row: the first one's values were not found
-            self._deliver(None, used=False)
+            self._deliver(_no_values, used=False)
         if dim not in (-1, source.dim() - 1):
             self._listener.refused("a softmax over another axis than the last", source)
             return
@@ -317,7 +319,8 @@ class EagerTracker:
         trouble = scores.trouble
         sinks = None
         if tensor.dim() == 4 and len(width) == 2 and sum(width) == 1 and scores.logits is None:
-            sinks = tensor.new_full((tensor.shape[1],), 0.0 if value is None else float(value))
+            with _own_operations():
+                sinks = tensor.new_full((tensor.shape[1],), 0.0 if value is None else float(value))
         else:
             trouble = trouble or "the logits are padded"
         self._note(_Scores(_Identity(result), scores.factor, scores.head_dim, tensor, sinks, trouble))
@@ -335,7 +338,8 @@ class EagerTracker:
                 self._probs.clear()
                 self._listener.refused("a column was appended to the logits that has values of its own", probs)
                 return
-            self._deliver(values_of(equation, left, right, left_is_probs=left is probs), used=True)
+            is_left = left is probs
+            self._deliver(lambda: values_of(equation, _own(left), _own(right), left_is_probs=is_left), used=True)
             return
         pieces = result if isinstance(result, (tuple, list)) else (result,)
         for piece in pieces:
@@ -376,10 +380,24 @@ class EagerTracker:
             self._scaled = [*self._scaled, *news][-_MAX_SCALED:]
 
 
+def _no_values() -> None:
+    return None
+
+
 def _trouble_with(given: Normalised, scores: _Scores) -> str:
     if torch.compiler.is_compiling():
         return f"{given.name} in a compiled graph"
     return given.trouble or ("" if scores.sinks is None else f"{given.name} with a sink")
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """For such operations: without what ``torch.func`` has wrapped."""
+    return tensor if torch.compiler.is_compiling() else plain(tensor)
+
+
+def _own_operations() -> AbstractContextManager[None]:
+    """For operations that the model did not ask for."""
+    return nullcontext() if torch.compiler.is_compiling() else below_modes()
 
 
 def _operands(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -427,7 +445,8 @@ def _number(argument: Any) -> float | None:
             return None if is_scale else 1.0
         if torch.compiler.is_compiling() or argument.device.type != "cpu":
             return None
-        return float(argument.detach())
+        with _own_operations():
+            return float(_own(argument).detach())
     return float(argument) if isinstance(argument, (int, float)) else 1.0
 
 
@@ -443,7 +462,11 @@ def _per_head(column: Tensor) -> Tensor | None:
     """[H] from [B, H, Lq, 1] if it says the same of every sequence and query."""
     if column.dim() != 4:
         return None
-    column = column.detach()
+    with _own_operations():
+        return _per_head_of(_own(column).detach())
+
+
+def _per_head_of(column: Tensor) -> Tensor | None:
     batch, _, length, _ = column.shape
     same = (batch == 1 or column.stride(0) == 0) and (length == 1 or column.stride(2) == 0)
     if not same:

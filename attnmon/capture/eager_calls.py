@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from attnmon.capture.axes import Entered, count_heads, values_with_heads, with_heads
+from attnmon.capture.below import below_modes, plain
 from attnmon.capture.coverage import Site
 from attnmon.capture.eager import SoftmaxSeen
 from attnmon.capture.protocols import Observer
@@ -27,9 +29,13 @@ class EagerCalls:
         *leading, queries, keys = seen.logits.shape
         try:
             heads = count_heads(tuple(leading), queries, self._site.heads_hint, self._entered)
+            seen = replace(
+                seen, logits=plain(seen.logits), sinks=None if seen.sinks is None else plain(seen.sinks)
+            )
         except UnsupportedAttention as error:
             return error
-        return self.sample(seen, heads, self._entered.is_cross(queries, keys))
+        with below_modes():
+            return self.sample(seen, heads, self._entered.is_cross(queries, keys))
 
     def sample(self, seen: SoftmaxSeen, heads: int, is_cross: bool) -> Any:
         """Take the sampled rows; None if there is nothing to wait for."""
@@ -48,20 +54,31 @@ class EagerCalls:
             )
             self._route, made = "eager", seen.normalised
             if made is not None:
-                self._route, weights = made.name, with_heads(made.weights.detach(), heads)
+                self._route, weights = made.name, with_heads(plain(made.weights).detach(), heads)
                 call = replace(call, weights=weights, normaliser=made.function, alpha=made.alpha)
             return (self._observer.sample(self._site, call), call.num_sequences, heads, call.is_cross)
         except Exception as error:
             return error
 
-    def values(self, token: Any, values: Tensor | None, *, used: bool) -> None:
+    def values(self, token: Any, values: Callable[[], Tensor | None], *, used: bool) -> None:
         if not used and not self._site.expected:
             return  # a softmax whose result weighs nothing: a classifier's, a router's
         try:
             if isinstance(token, Exception):
                 raise token
+            with below_modes():
+                found = values()
+                self.complete(token, None if found is None else plain(found))
+        except Exception as error:
+            self._observer.fault(self._site, error)
+
+    def complete(self, token: Any, values: Tensor | None) -> None:
+        """Have a sampled softmax measured, with its values if they are known."""
+        try:
+            if isinstance(token, Exception):
+                raise token
             sampled, batch, heads, is_cross = token
-            value = None if values is None else values_with_heads(values, batch, heads)
+            value = None if values is None else values_with_heads(values.detach(), batch, heads)
             if is_cross and not self._site.calls:
                 self._site.kind = "cross"
             self._observer.complete(self._site, sampled, value)

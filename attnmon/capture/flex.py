@@ -42,7 +42,7 @@ class FlexPatch(Rebinding):
         def flex_attention(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():  # the function mode sees the operator inside
                 return original(*args, **kwargs)
-            return recorder.call_through(ROUTE, original, args, kwargs, lambda: describe_flex(args, kwargs))
+            return recorder.call_through(ROUTE, original, args, kwargs, describe_flex)
 
         return flex_attention
 

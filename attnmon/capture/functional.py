@@ -47,7 +47,7 @@ class FunctionalPatch(Rebinding):
 
         # not under the original's name and module: the compiler would take it for a function of torch
         def stand_in(*args: Any, **kwargs: Any) -> Any:
-            return recorder.call_through(route, original, args, kwargs, lambda: describe(args, kwargs))
+            return recorder.call_through(route, original, args, kwargs, describe)
 
         return stand_in
 

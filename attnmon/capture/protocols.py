@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from attnmon.capture.entmax import Normalised
 
 
+Describe = Callable[[tuple[Any, ...], Mapping[str, Any]], Described]
+"""(args, kwargs) of a call -> what it is made of."""
+
+
 class Observer(Protocol):
     """Who is told of calls; it computes, and keeps nothing of a call."""
 
@@ -43,12 +47,12 @@ class Caller(Protocol):
         original: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        describe: Callable[[], Described],
+        describe: Describe,
         module: nn.Module | None = None,
         *,
         opaque: bool = True,
     ) -> Any:
-        """Run a replaced function as it was, and measure the call that ``describe`` tells of.
+        """Run a replaced function as it was, and note the call for ``describe`` to tell of.
 
         Torch calls inside the function are not reported: they are this call. The call belongs to ``module`` if it
         is watched, otherwise to the innermost watched module. If the function is not ``opaque``, torch calls inside

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from attnmon.capture import flex, traced
+from attnmon.capture import flex, process, traced
 from attnmon.capture import modules as names
 from attnmon.capture.axes import Entered
 from attnmon.capture.coverage import CoverageRecord, Site
 from attnmon.capture.eager import EagerTracker
 from attnmon.capture.eager_calls import EagerCalls
 from attnmon.capture.entmax import EntmaxPatch
+from attnmon.capture.fast_path import StockLayers
 from attnmon.capture.flash import FlashPatch
 from attnmon.capture.flex import FlexPatch
 from attnmon.capture.functional import FunctionalPatch
-from attnmon.capture.hooks import HookPair
+from attnmon.capture.hooks import AfterForward, BeforeForward, HookPair, free_key
+from attnmon.capture.mode_stack import Place, ours_here
+from attnmon.capture.notes import Notes
 from attnmon.capture.protocols import Observer, Patch
 from attnmon.capture.registry import RegistryPatch
 from attnmon.capture.replay import Replay
 from attnmon.capture.reporter import Reporter
 from attnmon.capture.running import Frame, Running, hidden_of, in_backward
-from attnmon.capture.sites import by_name, coverage_of, find_sites, takes_fused_path
+from attnmon.capture.sites import by_name, coverage_of, find_sites
 from attnmon.capture.torch_calls import CallMode
 from attnmon.capture.traced_calls import TracedCalls, TracedSoftmax
 from attnmon.errors import UnsupportedAttention
@@ -34,17 +38,20 @@ from attnmon.errors import UnsupportedAttention
 class Recorder:
     """Watches the attention modules of a model between ``start`` and ``stop``; outside, the model is untouched.
 
-    In the first measured step every module that could make a call is hooked, and the function mode covers the whole
-    step. If all of it ran eagerly, later steps hook only modules that made calls or look like attention, and the
-    mode is active inside those alone. If some of it was compiled, hooks and mode stay as they were then, since a
-    compiled graph is valid for exactly these. Where compiled code is known to break into several graphs (see
-    ``functional``) the mode is kept inside attention modules and torch's attention functions are replaced instead.
+    Inside the user's forward calls are only noted; they are measured when the outermost watched forward is over (see
+    ``notes``). In the first measured step every module that could make a call is hooked; later ones hook only modules
+    that made calls or look like attention, unless some of the model was compiled: then hooks stay as they were, since
+    a compiled graph is valid for exactly these. The function mode is on inside hooked modules. Where graphs may have
+    been compiled before monitoring it covers the whole first step, so that they are traced anew; where compiled code
+    is known to break into several graphs (see ``functional``) torch's attention functions are replaced instead.
 
     Args:
         model: any module, wrapped or not.
         observer: told of each call.
         include, exclude: glob patterns on canonical paths.
         with_hidden: also take the hidden states that enter a module.
+        at_once: measure each call as it is made, below all modes, and hold none.
+        on_aside: called with a sentence when compiled code is left alone from now on.
 
     Raises:
         AttnmonError: no module of the model is or mentions attention, or a pattern matches nothing.
@@ -58,27 +65,36 @@ class Recorder:
         include: Sequence[str] | str | None = None,
         exclude: Sequence[str] | str | None = None,
         with_hidden: bool = False,
+        at_once: bool = False,
+        on_aside: Callable[[str], None] | None = None,
     ) -> None:
         self._observer = observer
         self._with_hidden = with_hidden
+        self._on_aside = on_aside
         self._watched = find_sites(model, include, exclude)
         self._sites = [site for _, site in self._watched]
         self._order = {site.path: index for index, site in enumerate(self._sites)}
         self._running = Running()
-        self._replay = Replay(self._sites, observer, self._running)
-        self._traced_calls = TracedCalls(traced.register(self._replay), self._sites, self._running)
-        self._reporter = Reporter(self._watched, observer, self._running, self._traced_calls)
+        self._notes = Notes(observer, at_once=at_once)
+        self._replay = Replay(self._sites, observer, self._running)  # held here alone
+        self._number = traced.register(self._replay)
+        self._traced_calls = TracedCalls(self._running, self._number)
+        self._reporter = Reporter(self._watched, observer, self._running, self._traced_calls, self._notes)
         # functions replaced during a measured step
         self._patches: list[Patch] = [
             FlexPatch(self._reporter),
             EntmaxPatch(self._reporter),
             FlashPatch(self._reporter, [module for module, _ in self._watched]),
             RegistryPatch(self._reporter, self._watched),
-            traced.CheckpointedGraphs(),
         ]
         self._functional = FunctionalPatch(self._reporter)
         self._hooks: dict[int, HookPair] = {}
+        self._attached: list[HookPair] = []
+        self._key = -1
+        self._layers = StockLayers(self._watched)
+        self._withheld: list[HookPair] = []  # from a layer of torch that would take another path with them
         self._mode = CallMode(self._reporter.report)
+        self._place = Place(self._mode)
         self._mode_level: int | None = None  # depth of the stack at which the mode was entered; -1: by start()
         self._known_devices: frozenset[torch.device] = frozenset()
         self._thread = threading.get_ident()
@@ -115,29 +131,116 @@ class Recorder:
         """Attach; until ``stop`` every forward outside of backward is watched."""
         if self._running.active:
             return
-        wanted = frozenset(index for index, site in enumerate(self._sites) if self._wants_hook(index, site))
-        for index in sorted(wanted):
-            if index not in self._hooks:
-                module = self._watched[index][0]()
-                assert module is not None
-                self._hooks[index] = HookPair(module, self, index)
-            self._hooks[index].attach()
+        self._careful = self._may_be_compiled()
+        self._choose_hooks()
         for device in self._devices():
             traced.prepare(device)
-        self._careful = self._may_be_compiled()
+        self._thread = threading.get_ident()
+        self._running.active = True
+        process.activate(self)
+        self.put_in()
+
+    def stop(self) -> None:
+        """Measure what waits, and detach; the model is as it was."""
+        if self._running.active:
+            self._unwind(0)
+            self._notes.measure()
+        self._running.active = False
+        self._running.stack.clear()
+        self._running.trail.clear()
+        self._running.suppressed = 0
+        self._mode_holder = None
+        self._notes.drop()
+        process.deactivate(self)
+        self.take_out()
+
+    def abandon(self) -> None:
+        """Detach, and forget what waits."""
+        self._notes.drop()
+        self._running.stack.clear()
+        self.stop()
+
+    def close(self) -> None:
+        """Detach for good."""
+        self.abandon()
+        self._hooks.clear()
+        self._attached = []
+
+    def put_in(self) -> None:
+        """Hooks, replaced functions and the mode, as they are while a step is measured."""
+        for hooks in self._attached:
+            hooks.attach(self._key)
         for patch in self._patches:
             patch.install()
         if self._careful:
             self._functional.install()
         self._reporter.flex_operator = flex.operator()
-        self._thread = threading.get_ident()
-        self._running.active = True
-        if self._wide and (self._saw_nothing or not self._careful) and torch.is_grad_enabled():
+        graphs_may_exist = "torch._dynamo" in sys.modules
+        if self._wide and graphs_may_exist and (self._saw_nothing or not self._careful) and torch.is_grad_enabled():
             self._enter_mode(-1)
+
+    def take_out(self) -> None:
+        """Undo ``put_in``."""
+        self._functional.remove()
+        for patch in reversed(self._patches):
+            patch.remove()
+        self._leave_mode(-1)
+        self._place.purge()
+        self._withheld = []
+        for hooks in self._hooks.values():
+            hooks.detach()
+
+    def end_step(self, calls: int) -> None:
+        """A measured step is over; it made so many calls."""
+        self.measured_steps += 1
+        # a step that saw nothing may have run graphs compiled before the hooks: let the mode have them traced anew
+        self._saw_nothing |= calls == 0
+        self._wide = self._was_traced or self._saw_nothing
+
+    # -- which modules are hooked ---------------------------------------------------------------------------
+
+    def _choose_hooks(self) -> None:
+        wanted = [index for index, site in enumerate(self._sites) if self._wants_hook(index, site)]
+        self._attached, modules = [], []
+        for index in wanted:
+            module = self._watched[index][0]()
+            assert module is not None
+            if index not in self._hooks:
+                pair = self._make_hooks(module, index)
+                if pair is None:
+                    continue
+                self._hooks[index] = pair
+            self._attached.append(self._hooks[index])
+            modules.append(module)
+        self._key = free_key(modules)
+
+    def _make_hooks(self, module: nn.Module, index: int) -> HookPair | None:
+        site = self._sites[index]
+        try:
+            return HookPair(module, BeforeForward(self, index, site, self._number), AfterForward(self, index))
+        except Exception as error:
+            site.aside = f"it takes no hooks ({error})"
+            return None
+
+    def _wants_hook(self, index: int, site: Site) -> bool:
+        module = self._watched[index][0]()
+        if module is None or site.aside:
+            return False
+        layer = self._layers.layer_of(index)
+        site.in_evaluation = not module.training and (layer is not None or isinstance(module, nn.MultiheadAttention))
+        if layer is not None and not layer.training and self._is_compiled():
+            return False  # a graph is traced with hooks or without, for good
+        wanted = self._wide or site.expected or bool(site.noted or site.calls or site.refused)
+        return wanted or index in self._layers.indices
+
+    def _is_compiled(self) -> bool:
+        """Whether any of the model is known to be compiled."""
+        modules = (reference() for reference, _ in self._watched)
+        return self._was_traced or any(names.is_compiled(module) for module in modules if module is not None)
 
     def _may_be_compiled(self) -> bool:
         """Whether a mode around modules could meet compiled code that breaks into several graphs."""
-        if self._was_traced or not traced.graphs_were_broken():
+        if self._careful or self._was_traced or not traced.graphs_were_broken():
             return self._careful  # graphs are valid for the way in which they were traced
         modules = [module for module in (reference() for reference, _ in self._watched) if module is not None]
         return any(names.is_compiled(module) for module in modules) or (
@@ -152,48 +255,94 @@ class Recorder:
             self._known_devices = frozenset(tensor.device for tensor in tensors if tensor.device.type != "meta")
         return self._known_devices
 
-    def _wants_hook(self, index: int, site: Site) -> bool:
-        module = self._watched[index][0]()
-        if module is None or takes_fused_path(module, site.inside_encoder):
-            return False
-        return self._wide or site.expected or bool(site.calls or site.refused)
+    def withhold_hooks(self, index: int) -> None:
+        """Take hooks away from a layer of torch and from what is in it, until it has chosen its path."""
+        for inner in self._layers.inside(index):
+            pair = self._hooks.get(inner)
+            if pair is not None and pair in self._attached:
+                pair.detach()
+                self._withheld.append(pair)
 
-    def stop(self) -> None:
-        """Detach; the model is as it was."""
-        self._running.active = False
-        self._functional.remove()
-        for patch in reversed(self._patches):
-            patch.remove()
-        self._unwind(0)
-        self._leave_mode(-1)
-        for hooks in self._hooks.values():
-            hooks.detach()
+    def restore_hooks(self) -> None:
+        """Put back what was withheld."""
+        if self._withheld:
+            withheld, self._withheld = self._withheld, []
+            if self._running.active:
+                for pair in withheld:
+                    pair.attach(self._key)
 
-    def close(self) -> None:
-        """Detach for good."""
-        self.stop()
-        self._hooks.clear()
-
-    def end_step(self, calls: int) -> None:
-        """A measured step is over; it made so many calls."""
-        self.measured_steps += 1
-        # a step that saw nothing may have run graphs compiled before the hooks: let the mode have them traced anew
-        self._saw_nothing |= calls == 0
-        self._wide = self._was_traced or self._saw_nothing
+    # -- the mode -------------------------------------------------------------------------------------------
 
     def _enter_mode(self, level: int) -> None:
         if self._mode_level is None:
             self._mode_level = level
-            self._mode.__enter__()  # type: ignore[no-untyped-call]
+            self._place.enter()
 
     def _leave_mode(self, level: int) -> None:
         if self._mode_level is not None and self._mode_level >= level:
             self._mode_level = None
-            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._place.leave()
+
+    # -- compiled code that fails ---------------------------------------------------------------------------
+
+    @property
+    def is_mode_on(self) -> bool:
+        """Whether the mode is on this thread's stack."""
+        return any(mode is self._mode for mode in ours_here())
+
+    @property
+    def thread(self) -> int:
+        """The thread of the measured step."""
+        return self._thread
+
+    def break_off(self, modules: Sequence[nn.Module] | None, why: str) -> bool:
+        """Compiled code goes on without the mode, and without hooks where some were traced; whether that changes it.
+
+        Args:
+            modules: whose code it is; None if that is not known.
+            why: in words of the user.
+        """
+        held = self._running.trail or self._mode_holder is not None
+        changed = self.is_mode_on
+        if changed and not held:
+            # graphs that break under a mode: from now on torch's functions are replaced instead
+            if self._mode_level is not None and 0 <= self._mode_level < len(self._running.stack):
+                self._sites[self._running.stack[self._mode_level].index].without_mode = True
+            self._mode_level = None
+            self._place.purge()
+            self._careful = True
+            self._functional.install()
+            return True
+        return self.step_aside(modules, why) or changed
+
+    def step_aside(self, modules: Sequence[nn.Module] | None, why: str) -> bool:
+        """Leave the modules alone from now on, or all if it is not known which; whether that changes anything."""
+        inside = None if modules is None else {id(inner) for module in modules for inner in module.modules()}
+        changed = self.is_mode_on
+        for index, (reference, site) in enumerate(self._watched):
+            module = reference()
+            if module is None or site.aside or (inside is not None and id(module) not in inside):
+                continue
+            pair = self._hooks.get(index)
+            if pair is None or pair not in self._attached:
+                continue
+            changed = True
+            site.aside = why
+            pair.detach()
+            self._attached.remove(pair)
+        if changed:
+            self._mode_level, self._mode_holder = None, None
+            self._place.purge()
+            self._careful = True
+            self._functional.remove()
+            self._running.trail.clear()
+            if self._on_aside is not None:
+                self._on_aside(why)
+        return changed
 
     # -- what hooks say -------------------------------------------------------------------------------------
 
-    def enter(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(self, hook: BeforeForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A watched module's forward begins."""
         if torch.compiler.is_compiling():
             if torch.compiler.is_exporting():  # an exported program is the bare model
@@ -201,9 +350,9 @@ class Recorder:
             self._was_traced = True
             if self._running.active:
                 hidden = hidden_of(args, kwargs) if self._with_hidden else None
-                frame = self._frame(self._running.trail, index, hidden, args, kwargs)
+                frame = self._frame(self._running.trail, hook, hidden, args, kwargs)
                 self._running.trail.append(frame)
-                if self._sites[index].expected and self._mode_holder is None and self._mode_level is None:
+                if hook.expected and self._mode_holder is None and self._mode_level is None:
                     self._mode_holder = frame
                     self._modes_below = torch._C._len_torch_function_stack()
                     self._mode.__enter__()  # type: ignore[no-untyped-call]
@@ -211,15 +360,16 @@ class Recorder:
         # activation checkpointing runs the forward again inside backward; it was counted the first time
         if not self._running.active or in_backward() or torch._C._get_tracing_state() is not None:
             return
-        site = self._sites[index]
+        site = self._sites[hook.index]
         try:
             if threading.get_ident() != self._thread:
                 raise UnsupportedAttention("called from a thread other than the step's own, as nn.DataParallel does")
-            self._push(index, args, kwargs)
+            with torch._C.DisableTorchFunction():
+                self._push(hook, args, kwargs)
         except Exception as error:  # nothing of ours may end the user's forward
             self._observer.fault(site, error)
 
-    def leave(self, index: int) -> None:
+    def leave(self, hook: AfterForward) -> None:
         """A watched module's forward has ended."""
         if torch.compiler.is_compiling():
             if self._running.trail and not torch.compiler.is_exporting():
@@ -233,36 +383,46 @@ class Recorder:
         stack = self._running.stack
         if not stack or threading.get_ident() != self._thread or in_backward():
             return
-        for level in range(len(stack) - 1, -1, -1):
-            if stack[level].index == index:
-                self._unwind(level)
-                return
+        with torch._C.DisableTorchFunction():
+            for level in range(len(stack) - 1, -1, -1):
+                if stack[level].index == hook.index:
+                    self._unwind(level)
+                    break
+        if not stack:
+            self._notes.measure()
 
-    def _push(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _push(self, hook: BeforeForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.restore_hooks()
+        process.protect_compiling()
+        layer = self._layers.own(hook.index)
+        if layer is not None and not layer.training:
+            self.withhold_hooks(hook.index)
+            return
         hidden = hidden_of(args, kwargs) if self._with_hidden else None
-        site = self._sites[index]
-        self._running.stack.append(self._frame(self._running.stack, index, hidden, args, kwargs))
-        # without gradients a mode would keep nn.MultiheadAttention from its fused path: only where it must
-        # a mode around modules would meet compiled code inside them
-        if site.expected or (torch.is_grad_enabled() and not self._careful):
+        self._running.stack.append(self._frame(self._running.stack, hook, hidden, args, kwargs))
+        wanted = hook.expected or not self._careful
+        if wanted and not self._sites[hook.index].without_mode:  # a mode around modules would meet compiled code inside them
             self._enter_mode(len(self._running.stack) - 1)
 
     def _frame(
-        self, stack: list[Frame], index: int, hidden: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        stack: list[Frame],
+        hook: BeforeForward,
+        hidden: Tensor | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Frame:
-        site, entered = self._sites[index], Entered(args, kwargs)
+        entered = Entered(args, kwargs)
         outer = stack[-1] if stack else None
-        parent = site.path.rpartition(".")[0]
-        if outer is not None and not entered.has_sequences and parent == self._sites[outer.index].path:
+        if outer is not None and not entered.has_sequences and hook.depth == outer.hook.depth + 1:
             entered = outer.entered  # the inner part of an attention module, given queries, keys and values
-        is_traced = torch.compiler.is_compiling()
-        listener = (
-            TracedSoftmax(self._traced_calls, site, index, entered)
-            if is_traced
-            else EagerCalls(site, self._observer, entered)
-        )
+        listener: Any
+        if torch.compiler.is_compiling():
+            listener = TracedSoftmax(self._traced_calls, hook, entered)
+        else:
+            listener = EagerCalls(self._sites[hook.index], self._observer, entered)
         tracker = EagerTracker(listener, None if outer is None else outer.tracker)
-        return Frame(index, tracker, hidden, entered, site.heads_hint)
+        return Frame(hook, tracker, hidden, entered, hook.heads_hint)
 
     def _unwind(self, level: int) -> None:
         while len(self._running.stack) > level:

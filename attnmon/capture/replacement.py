@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 import weakref
@@ -55,7 +56,7 @@ class Replacement:
             self.original,
             args,
             kwargs,
-            lambda: self.describe(args, kwargs),
+            self.describe,
             module,
             opaque=self.opaque if isinstance(self.opaque, bool) else self.opaque(kwargs),
         )
@@ -73,11 +74,7 @@ class Replacement:
         return self.original
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_itself, (self.original,))
-
-
-def _itself(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function
+        return (copy.copy, (self.original,))  # which gives a function itself, and needs no attnmon
 
 
 class Replacements:

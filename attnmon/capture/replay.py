@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnmon.capture.axes import Entered
+from attnmon.capture.below import below_modes
 from attnmon.capture.coverage import Site
 from attnmon.capture.eager import SoftmaxSeen
 from attnmon.capture.eager_calls import EagerCalls
 from attnmon.capture.protocols import Observer
 from attnmon.capture.reporter import observe_described
 from attnmon.capture.running import Running, in_backward
-from attnmon.capture.torch_calls import Described
+from attnmon.capture.torch_calls import MHA, Described, describe_mha
 from attnmon.errors import UnsupportedAttention
 from attnmon.types import AttentionCall
 
@@ -37,8 +39,23 @@ class Replay:
             return
         site = self._sites[index]
         try:
-            with torch.no_grad():
+            with below_modes():
                 observe_described(self._observer, site, route, described, None)
+        except Exception as error:
+            self._observer.fault(site, error)
+
+    def mha(
+        self, index: int, given: dict[str, Any], is_cross: bool, autocast: torch.dtype | None, hidden: Tensor | None
+    ) -> None:
+        """A compiled graph calls ``multi_head_attention_forward``."""
+        if not self._running.active or in_backward():
+            return
+        site = self._sites[index]
+        try:
+            with below_modes():
+                described = describe_mha((), given, lambda batch: self._observer.choose(site, batch), autocast)
+                described["is_cross"] = is_cross
+                observe_described(self._observer, site, MHA.name, described, hidden)
         except Exception as error:
             self._observer.fault(site, error)
 
@@ -47,9 +64,10 @@ class Replay:
         if not self._running.active or in_backward():
             return
         calls = EagerCalls(self._sites[index], self._observer, Entered())
-        token = calls.sample(seen, heads, is_cross)
-        if token is not None:
-            calls.values(token, value, used=True)
+        with below_modes():
+            token = calls.sample(seen, heads, is_cross)
+            if token is not None:
+                calls.complete(token, value)
 
     def rows(
         self, index: int, route: str, logits: Tensor, positions: Tensor, value: Tensor, scale: float, head_dim: int
@@ -64,7 +82,8 @@ class Replay:
             call = AttentionCall(
                 query=None, key=None, value=None, scale=scale, head_dim=head_dim, logits=logits, positions=positions
             )
-            observer.complete(site, observer.sample(site, call), value)
+            with below_modes():
+                observer.complete(site, observer.sample(site, call), value)
             site.route = route
         except Exception as error:
             observer.fault(site, error)

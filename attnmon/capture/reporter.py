@@ -9,11 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from attnmon.calls import make_call
+from attnmon.capture.arguments import without_wrapping
+from attnmon.capture.below import DRY_RUN, autocast_dtype, below_modes, plain
 from attnmon.capture.coverage import Site
-from attnmon.capture.protocols import Observer
-from attnmon.capture.running import Running, in_backward
+from attnmon.capture.notes import Notes
+from attnmon.capture.protocols import Describe, Observer
+from attnmon.capture.running import Context, Frame, Running, in_backward
 from attnmon.capture.sites import Watched
-from attnmon.capture.torch_calls import ADAPTERS, Described
+from attnmon.capture.torch_calls import MHA, ROUTES, Described, Route
 from attnmon.capture.traced_calls import TracedCalls, first_sequences
 
 if TYPE_CHECKING:
@@ -21,19 +24,26 @@ if TYPE_CHECKING:
 
 
 class Reporter:
-    """Measures the calls of what is running, or leaves operators for them in a graph that is being traced.
+    """Notes the calls of what is running, or leaves operators for them in a graph that is being traced.
 
     Args:
         watched: the watched modules with their sites, by index.
         observer: told of each call.
         running: what runs now.
         traced_calls: for graphs.
+        notes: where calls wait until the forward is over.
     """
 
     def __init__(
-        self, watched: Sequence[Watched], observer: Observer, running: Running, traced_calls: TracedCalls
+        self,
+        watched: Sequence[Watched],
+        observer: Observer,
+        running: Running,
+        traced_calls: TracedCalls,
+        notes: Notes,
     ) -> None:
         self._watched, self._observer, self._running, self._traced = watched, observer, running, traced_calls
+        self._notes = notes
         self._sites = [site for _, site in watched]
         self.flex_operator: Any = None  # the higher-order operator, as graphs call it
 
@@ -48,23 +58,18 @@ class Reporter:
             elif running.trail:
                 self._traced.report(func, args, kwargs, result)
             return
-        if not running.stack:
+        if not running.stack or not running.active:
             return
         frame = running.stack[-1]
-        site = self._sites[frame.index]
-        describe = ADAPTERS.get(func)
-        try:
-            if describe is None:
+        with torch._C.DisableTorchFunction():  # looking at a shape is a call that a mode of the user's would see
+            route = ROUTES.get(func)
+            if route is not None:
+                self._note(frame, frame.index, route, args, kwargs)
+                return
+            try:
                 frame.tracker.saw(func, args, kwargs, result)
-                return
-            if site.excluded:
-                return
-            route, adapter = describe
-            with torch.no_grad():
-                described = adapter(args, kwargs, lambda batch: self._observer.choose(site, batch))
-                observe_described(self._observer, site, route, frame.complete(described), frame.hidden)
-        except Exception as error:
-            self._observer.fault(site, error)
+            except Exception as error:
+                self._fault(self._sites[frame.index], error)
 
     def call_through(
         self,
@@ -72,7 +77,7 @@ class Reporter:
         original: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        describe: Callable[[], Described],
+        describe: Describe,
         module: nn.Module | None = None,
         *,
         opaque: bool = True,
@@ -93,21 +98,11 @@ class Reporter:
             if running.active and running.trail and not running.suppressed:
                 self._traced.replaced(running.trail[-1], route, args, kwargs, describe)
             return result
-        if running.suppressed or not running.active or in_backward():
+        if running.suppressed or not running.active or in_backward() or not running.stack:
             return result
-        index = self._index_of(module)
-        if index is None or self._sites[index].excluded:
-            return result
-        site = self._sites[index]
-        running.suppressed += 1  # of the measurement's own torch calls
-        try:
-            with torch.no_grad():
-                frame = running.stack[-1]
-                observe_described(self._observer, site, route, frame.complete(describe()), frame.hidden)
-        except Exception as error:
-            self._observer.fault(site, error)
-        finally:
-            running.suppressed -= 1
+        with torch._C.DisableTorchFunction():
+            found = MHA if route == MHA.name else Route(route, lambda args, kwargs, choose, autocast: describe(args, kwargs))
+            self._note(running.stack[-1], self._index_of(module), found, args, kwargs)
         return result
 
     def normalise_through(
@@ -133,13 +128,13 @@ class Reporter:
         if not running.stack or in_backward():
             return result
         frame = running.stack[-1]
-        running.suppressed += 1  # of the measurement's own torch calls
         try:
-            frame.tracker.normalised(describe(result))
+            with below_modes():
+                given = describe(result)
+            with torch._C.DisableTorchFunction():
+                frame.tracker.normalised(given)
         except Exception as error:
-            self._observer.fault(self._sites[frame.index], error)
-        finally:
-            running.suppressed -= 1
+            self._fault(self._sites[frame.index], error)
         return result
 
     def choose(self, batch: int) -> slice:
@@ -148,6 +143,40 @@ class Reporter:
             return first_sequences(batch)
         return self._observer.choose(self._sites[self._running.stack[-1].index], batch)
 
+    def _note(
+        self, frame: Frame, index: int, route: Route, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Keep what a call was given, to be measured later."""
+        site = self._sites[index]
+        if site.excluded:
+            return
+        site.noted += 1
+        try:
+            args, kwargs, tensors = without_wrapping(args, kwargs)
+            if not tensors:
+                return  # placeholders of something that traces
+            context = Context(frame, tensors)
+            read = [tensor for _, tensor in tensors]
+            hidden = None if frame.hidden is None else plain(frame.hidden)
+            if hidden is not None:
+                read.append(hidden)
+            dtype = autocast_dtype(read[0].device)
+
+            def measure() -> None:
+                described = route.describe(args, kwargs, lambda batch: self._observer.choose(site, batch), dtype)
+                observe_described(self._observer, site, route.name, context.complete(described), hidden)
+
+            self._notes.add(site, read, measure)
+        except Exception as error:
+            self._fault(site, error)
+
+    def _fault(self, site: Site, error: Exception) -> None:
+        """A call is not measured; that of a dry run is no news."""
+        if error.args == (DRY_RUN,):
+            site.refuse(DRY_RUN)
+        else:
+            self._observer.fault(site, error)
+
     def _seen(self) -> int:
         """Grows whenever the innermost module makes a call."""
         if torch.compiler.is_compiling():
@@ -155,14 +184,14 @@ class Reporter:
         if not self._running.stack:
             return 0
         site = self._sites[self._running.stack[-1].index]
-        return site.calls + site.refused.total()
+        return site.noted + site.calls + site.refused.total()
 
-    def _index_of(self, module: nn.Module | None) -> int | None:
+    def _index_of(self, module: nn.Module | None) -> int:
         if module is not None:
             for frame in reversed(self._running.stack):
                 if self._watched[frame.index][0]() is module:
                     return frame.index
-        return self._running.stack[-1].index if self._running.stack else None
+        return self._running.stack[-1].index
 
 
 def observe_described(observer: Observer, site: Site, route: str, described: Described, hidden: Tensor | None) -> None:

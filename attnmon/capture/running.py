@@ -10,35 +10,74 @@ from torch import Tensor
 
 from attnmon.capture.axes import Entered, unfold
 from attnmon.capture.eager import EagerTracker
+from attnmon.capture.hooks import BeforeForward
 from attnmon.capture.torch_calls import Described
 
 
 class Frame:
     """One module's forward on the stack."""
 
-    __slots__ = ("entered", "heads_hint", "hidden", "index", "left", "tracker")
+    __slots__ = ("entered", "heads_hint", "hidden", "hook", "left", "tracker")
 
     def __init__(
-        self, index: int, tracker: EagerTracker, hidden: Tensor | None, entered: Entered, heads_hint: int | None
+        self,
+        hook: BeforeForward,
+        tracker: EagerTracker,
+        hidden: Tensor | None,
+        entered: Entered,
+        heads_hint: int | None,
     ) -> None:
-        self.index, self.tracker, self.hidden, self.entered = index, tracker, hidden, entered
+        self.hook, self.tracker, self.hidden, self.entered = hook, tracker, hidden, entered
         self.heads_hint = heads_hint
         self.left = 0  # operators left in a traced graph
 
+    @property
+    def index(self) -> int:
+        """Of the module's site."""
+        return self.hook.index
+
     def complete(self, described: Described) -> Described:
         """Add what the call itself does not tell: a scale that queries already have, a second sequence."""
-        described = dict(described)
-        queries, keys = described.pop("originals", (described["query"], described["key"]))
-        entered = self.entered
-        if described.pop("folded", False):
-            described = unfold(described, self.heads_hint, entered)
-        query, key = described["query"], described["key"]
-        is_cross = described.get("is_cross", False) or entered.is_cross(query.shape[2], key.shape[2])
-        return {
-            **described,
-            "prescale": self.tracker.factor_of(queries) * self.tracker.factor_of(keys),
-            "is_cross": is_cross and not entered.is_self,
-        }
+        factor_of = self.tracker.factor_of
+        return complete(described, self.entered, self.heads_hint, factor_of)
+
+
+class Context:
+    """What was known of a call when it was made, without any tensor of its module's input.
+
+    Args:
+        frame: of the module that makes it.
+        originals: the tensors of the call as the module has them, and as they are without what ``torch.func`` wraps.
+    """
+
+    __slots__ = ("_factors", "entered", "heads_hint", "hidden")
+
+    def __init__(self, frame: Frame, originals: list[tuple[Tensor, Tensor]]) -> None:
+        self.entered, self.heads_hint, self.hidden = frame.entered.settle(), frame.heads_hint, frame.hidden
+        self._factors: dict[int, float] = {}
+        for original, plain in originals:
+            factor = frame.tracker.factor_of(original)
+            if factor != 1.0:
+                self._factors[id(plain)] = factor
+
+    def complete(self, described: Described) -> Described:
+        """See ``Frame.complete``."""
+        return complete(described, self.entered, self.heads_hint, lambda tensor: self._factors.get(id(tensor), 1.0))
+
+
+def complete(described: Described, entered: Entered, heads_hint: int | None, factor_of: Any) -> Described:
+    """Add to what a call tells: how its queries and keys were scaled before, which axis is heads, cross or self."""
+    described = dict(described)
+    queries, keys = described.pop("originals", (described["query"], described["key"]))
+    if described.pop("folded", False):
+        described = unfold(described, heads_hint, entered)
+    query, key = described["query"], described["key"]
+    is_cross = described.get("is_cross", False) or entered.is_cross(query.shape[2], key.shape[2])
+    return {
+        **described,
+        "prescale": factor_of(queries) * factor_of(keys),
+        "is_cross": is_cross and not entered.is_self,
+    }
 
 
 class Running:

@@ -6,7 +6,6 @@ import re
 import weakref
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from attnmon.capture import modules as names
@@ -43,15 +42,12 @@ def find_sites(
     if not any(names.selected(path, include, exclude) for path in paths):
         raise AttnmonError("include and exclude leave no attention module; there are: " + ", ".join(paths[:8]))
     watched = []
-    encoders: list[str] = []
     for path, module in found:
-        if isinstance(module, (nn.TransformerEncoder, nn.TransformerEncoderLayer)):
-            encoders.append(path)
         expected = names.looks_like_attention(module)
         if expected or names.may_call(module):
             site = Site(path, names.kind_of(path, module), expected, heads_hint=names.head_count(module))
             site.excluded = not names.selected(path, include, exclude)
-            site.inside_encoder = any(path == encoder or path.startswith(f"{encoder}.") for encoder in encoders)
+            site.depth = len(path.split(".")) if path else 0
             watched.append((weakref.ref(module), site))
     return watched
 
@@ -73,9 +69,3 @@ def by_name(path: str) -> list[str | int]:
     """A sorting key under which ``layers.2`` comes before ``layers.10``."""
     return [int(part) if part.isdecimal() else part for part in re.split(r"([0-9]+)", path)]
 
-
-def takes_fused_path(module: nn.Module, inside_encoder: bool) -> bool:
-    """In evaluation without gradients nn.Transformer layers run one fused kernel, which a hook would switch off."""
-    if torch.is_grad_enabled() or module.training:
-        return False
-    return inside_encoder or isinstance(module, nn.MultiheadAttention)

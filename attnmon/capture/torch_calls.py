@@ -7,6 +7,7 @@ raises UnsupportedAttention with the reason; it never guesses.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class CallMode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        # (an orphan, which has to wait for its thread, reports to a recorder that is not active)
         if func is Tensor.unflatten and torch.compiler.is_compiling():
             # of Tensor's methods written in Python the one that says super(), which the compiler cannot trace so
             result = args[0].unflatten(*args[1:], **kwargs)
@@ -99,6 +101,7 @@ def _mask_axes(mask: Tensor, leading: int, batch_shape: torch.Size) -> Tensor:
     return mask.expand(*batch_shape, *tail).flatten(0, leading - 2)
 
 
+STATIC = "multi_head_attention_forward with static_k or static_v"
 _MHA_ARGUMENTS = (
     *("query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v"),
     *("add_zero_attn", "dropout_p", "out_proj_weight", "out_proj_bias", "training", "key_padding_mask", "need_weights"),
@@ -107,14 +110,29 @@ _MHA_ARGUMENTS = (
 )
 
 
-def describe_mha(args: tuple[Any, ...], kwargs: Mapping[str, Any], choose: Callable[[int], slice]) -> Described:
+def mha_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of ``F.multi_head_attention_forward`` by name."""
+    return {**dict(zip(_MHA_ARGUMENTS, args, strict=False)), **kwargs}
+
+
+def describe_mha(
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    choose: Callable[[int], slice],
+    autocast: torch.dtype | None = None,
+) -> Described:
     """``F.multi_head_attention_forward``, what nn.MultiheadAttention and nn.Transformer layers call.
 
-    Its projections are made again, for the sampled sequences only (``choose``: batch size -> which).
+    Its projections are made again, for the sampled sequences only.
+
+    Args:
+        args, kwargs: of the call.
+        choose: batch size -> which sequences.
+        autocast: what autocast had the projections computed in.
     """
-    given = {**dict(zip(_MHA_ARGUMENTS, args, strict=False)), **kwargs}
+    given = mha_arguments(args, kwargs)
     if given.get("static_k") is not None or given.get("static_v") is not None:
-        raise UnsupportedAttention("multi_head_attention_forward with static_k or static_v")
+        raise UnsupportedAttention(STATIC)
     query, key, value = (given[name] for name in ("query", "key", "value"))
     is_cross = query is not key
     if query.dim() == 2:  # unbatched
@@ -128,6 +146,10 @@ def describe_mha(args: tuple[Any, ...], kwargs: Mapping[str, Any], choose: Calla
         weights = list(given["in_proj_weight"].chunk(3))
     bias = given.get("in_proj_bias")
     biases = [None] * 3 if bias is None else list(bias.chunk(3))
+    if autocast is not None:
+        query, key, value = (_cast(tensor, autocast) for tensor in (query, key, value))
+        weights = [_cast(weight, autocast) for weight in weights]
+        biases = [None if bias is None else _cast(bias, autocast) for bias in biases]
     query, key, value = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
 
     mask, padding = given.get("attn_mask"), given.get("key_padding_mask")
@@ -175,9 +197,27 @@ def describe_mha(args: tuple[Any, ...], kwargs: Mapping[str, Any], choose: Calla
     }
 
 
-_Adapter = Callable[[tuple[Any, ...], Mapping[str, Any], Callable[[int], slice]], Described]
-ADAPTERS: dict[Any, tuple[str, _Adapter]] = {
-    F.scaled_dot_product_attention: ("sdpa", lambda args, kwargs, choose: describe_sdpa(args, kwargs)),
-    F.multi_head_attention_forward: ("multi_head_attention_forward", describe_mha),
-}
-"""Function -> how coverage calls it, and its adapter; the last argument chooses sequences to project."""
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """As autocast does it: double precision stays."""
+    is_cast = tensor.is_floating_point() and tensor.dtype != torch.float64
+    return tensor.to(dtype) if is_cast else tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One attention function of torch.
+
+    Attributes:
+        name: how coverage calls it.
+        describe: (args, kwargs, choose, autocast) -> what a call is made of; ``choose``: batch size -> which
+            sequences to project; ``autocast``: the dtype that products were cast to, or None.
+    """
+
+    name: str
+    describe: Callable[[tuple[Any, ...], Mapping[str, Any], Callable[[int], slice], torch.dtype | None], Described]
+
+
+SDPA = Route("sdpa", lambda args, kwargs, choose, autocast: describe_sdpa(args, kwargs))
+MHA = Route("multi_head_attention_forward", describe_mha)
+ROUTES: dict[Any, Route] = {F.scaled_dot_product_attention: SDPA, F.multi_head_attention_forward: MHA}
+"""Function -> its route."""

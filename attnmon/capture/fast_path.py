@@ -1,0 +1,55 @@
+"""Layers of torch that run one fused kernel in evaluation, unless a module in them has a hook.
+
+``nn.TransformerEncoderLayer.forward`` counts the hooks of its modules. So its own hook takes them all away where it
+is in evaluation mode, and they come back as soon as the layer has chosen (see ``process``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from attnmon.capture.sites import Watched
+
+
+class StockLayers:
+    """Which watched modules are, or are inside, a layer that counts hooks.
+
+    Args:
+        watched: the watched modules, by index.
+    """
+
+    def __init__(self, watched: Sequence[Watched]) -> None:
+        self._watched = watched
+        index_of = {id(module): index for index, module in enumerate(reference() for reference, _ in watched)}
+        self._inside: dict[int, list[int]] = {}
+        self._layer: dict[int, int] = {}
+        for index, (reference, _) in enumerate(watched):
+            module = reference()
+            if module is None or not _counts_hooks(module):
+                continue
+            inside = [index_of[id(inner)] for inner in module.modules() if id(inner) in index_of]
+            self._inside[index] = inside
+            self._layer.update(dict.fromkeys(inside, index))
+        hooked = {index for index, inside in self._inside.items() if len(inside) > 1}
+        self.indices = frozenset(hooked)
+
+    def inside(self, index: int) -> list[int]:
+        """A layer and the watched modules in it."""
+        return self._inside.get(index, [])
+
+    def own(self, index: int) -> nn.Module | None:
+        """The module, if it is such a layer."""
+        return self._watched[index][0]() if index in self._inside else None
+
+    def layer_of(self, index: int) -> nn.Module | None:
+        """The layer that a module is or is inside of."""
+        layer = self._layer.get(index)
+        return None if layer is None else self._watched[layer][0]()
+
+
+def _counts_hooks(module: nn.Module) -> bool:
+    return isinstance(module, nn.TransformerEncoderLayer) and (
+        type(module).forward is nn.TransformerEncoderLayer.forward
+    )

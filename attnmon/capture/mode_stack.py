@@ -1,0 +1,123 @@
+"""The function mode's place on torch's stack of modes, which it shares with the user's and with other monitors'.
+
+torch's own ``__exit__`` takes off whatever is on top. Ours is taken out from where it is, so that modes may begin and
+end in any order. The stack belongs to a thread: a mode that is to go while another thread runs is an orphan, does
+nothing, and goes at the next occasion in its own thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_ours: weakref.WeakSet[TorchFunctionMode] = weakref.WeakSet()
+_orphans: weakref.WeakSet[TorchFunctionMode] = weakref.WeakSet()
+
+
+class Place:
+    """Puts one mode on the stack and takes it out again, from wherever it is by then.
+
+    Args:
+        mode: ours.
+    """
+
+    def __init__(self, mode: TorchFunctionMode) -> None:
+        self._mode = mode
+        self._thread: int | None = None  # whose stack it is on
+        _ours.add(mode)
+
+    def enter(self) -> None:
+        """Put it on top, unless it is there."""
+        sweep()
+        if self._thread is None:
+            _push(self._mode)
+            self._thread = threading.get_ident()
+
+    def leave(self) -> None:
+        """Take it out, if it is there."""
+        if self._thread is None:
+            return
+        if self._thread == threading.get_ident():
+            take_out({id(self._mode)})
+        else:
+            _orphans.add(self._mode)
+        self._thread = None
+
+    def purge(self) -> None:
+        """Take it out of this thread's stack, also where a compiled graph has left it."""
+        if torch._C._len_torch_function_stack():
+            take_out({id(self._mode)})
+        self.leave()
+
+
+def sweep() -> None:
+    """Take out what should have gone while another thread ran."""
+    if _orphans:
+        gone = take_out({id(mode) for mode in _orphans})
+        for mode in gone:
+            _orphans.discard(mode)
+
+
+def ours_here() -> list[Any]:
+    """attnmon's modes on this thread's stack."""
+    if not torch._C._len_torch_function_stack():
+        return []
+    return [mode for mode in _stack() if mode in _ours]
+
+
+@contextmanager
+def without_ours() -> Iterator[None]:
+    """The stack as it is without attnmon's modes."""
+    with _restored() as before:
+        take_out({id(mode) for mode in before if mode in _ours})
+        yield
+
+
+@contextmanager
+def no_modes() -> Iterator[None]:
+    """An empty stack."""
+    with _restored():
+        _clear()
+        yield
+
+
+@contextmanager
+def _restored() -> Iterator[list[Any]]:
+    before = _stack()
+    try:
+        yield before
+    finally:
+        if before != _stack():
+            _clear()
+            for mode in before:
+                _push(mode)
+
+
+def _clear() -> None:
+    while torch._C._len_torch_function_stack():
+        torch._C._pop_torch_function_stack()
+
+
+def take_out(identities: set[int]) -> list[Any]:
+    """Remove modes from this thread's stack; the others keep their order. Those that were there."""
+    found, above = [], []
+    for _ in range(torch._C._len_torch_function_stack()):
+        mode = torch._C._pop_torch_function_stack()
+        (found if id(mode) in identities else above).append(mode)
+    for mode in reversed(above):
+        _push(mode)
+    return found
+
+
+def _stack() -> list[Any]:
+    return [torch._C._get_function_stack_at(level) for level in range(torch._C._len_torch_function_stack())]
+
+
+def _push(mode: Any) -> None:
+    torch._C._push_on_torch_function_stack(mode)
