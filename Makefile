@@ -1,10 +1,10 @@
 # make demo    train a small GPT-2 on real text with every head watched, plant a fault, see the alert
-# make test    run the tests
+# make test    run the tests, but for the slow ones; all of them: make test PYTEST_ARGS="-n auto"
 # make lint    ruff and mypy
 # Each installs pinned versions into .venv the first time, and again only when the pins change.
 
 PYTHON ?= python3
-PYTEST_ARGS ?= -n auto
+PYTEST_ARGS ?= -n auto -m "not slow"
 
 VENV := .venv
 BIN := $(VENV)/bin

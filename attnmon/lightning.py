@@ -210,6 +210,14 @@ class AttentionMonitor(_Base):
         if len(keys) == 1:
             self.load_state_dict(copy.deepcopy(states[keys[0]]))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, pickled or not: before fitting all that was asked for, afterwards what had been seen."""
+        state = {**self.__dict__, "_model": None}
+        if self._monitor is not None:  # files and functions that its own run goes on with
+            state["_writers"] = ()
+            state["_options"] = {name: given for name, given in self._options.items() if name != "on_alert"}
+        return state
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a checkpoint; one of another version is left aside with a warning."""
         self._restored = state_dict or None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -42,14 +45,18 @@ class Monitor:
         self._on_alert = given.on_alert
         self._settings = given.settings
         self._rules = RuleSet(given.rules)
-        self._accumulator = Accumulator(given.settings, given.backend, self._call_fault, self._warn_once)
+        # what the model and torch get to hold must not hold the monitor: once dropped, it lets go of everything
+        warn_once = weakly(self._warn_once)
+        self._accumulator = Accumulator(given.settings, given.backend, weakly(self._call_fault), warn_once)
         self._recorder = Recorder(
             model,
             self._accumulator,
             include=given.include,
             exclude=given.exclude,
             with_hidden=given.tokens == "hidden",
+            on_aside=warn_once,
         )
+        weakref.finalize(self, self._recorder.close).atexit = False
         self._writer = FanOut(given.writers, on_error=given.on_error)
         self._written_step: int | None = None
         self._group = given.process_group
@@ -58,8 +65,11 @@ class Monitor:
         self._snapshot: Snapshot | None = None
         self._alerts: list[Alert] = []
         self._next_step = 0
+        self._steps = 0  # optimizer steps so far, whatever their numbers are
         self._open_step: int | None = None
+        self._in_block = False  # the open step ends with its with-block, at the latest
         self._measuring = False
+        self._past: Past | None = None  # of a copy
         self._closed = False
         self._warned: set[str] = set()
         self._refused_calls = False  # in the open step
@@ -75,7 +85,12 @@ class Monitor:
         Args:
             step: its number, for the records; by default the steps are counted from 0.
         """
+        if self._in_block:
+            self._warn_once("a step was begun inside another step; the inner one is ignored")
+            yield
+            return
         begun = self.begin_step(step)
+        self._in_block = begun
         try:
             yield
         except BaseException:
@@ -86,13 +101,21 @@ class Monitor:
             self.end_step()
 
     def begin_step(self, step: int | None = None) -> bool:
-        """First half of ``step()``, for trainers whose steps are not one block of code; whether one was begun."""
-        if self._open_step is not None:
-            self._warn_once("a step was begun inside another step; the inner one is ignored")
-        if self._closed or self._open_step is not None:
+        """First half of ``step()``, for trainers whose steps are not one block of code; whether one was begun.
+
+        A step that is still open was left by a trainer that was interrupted: it is abandoned, and nothing of it is
+        mixed with the new one.
+        """
+        if self._closed:
             return False
+        if self._in_block:
+            self._warn_once("a step was begun inside another step; the inner one is ignored")
+            return False
+        if self._open_step is not None:
+            self._warn_once("a step was begun while another one was open; the older one is dropped")
+            self.abandon_step()
         self._open_step = self._next_step if step is None else int(step)
-        self._measuring = self._open_step % self.every_n_steps == 0
+        self._measuring = self._steps % self.every_n_steps == 0
         self._refused_calls = False
         if self._measuring:
             self._guard(self._accumulator.begin)
@@ -101,6 +124,8 @@ class Monitor:
 
     def pause(self) -> None:
         """Look away until ``resume``: between the micro-batches of a step, say, when validation may run."""
+        if self._past is not None:
+            return
         self._guard(self._recorder.stop)
 
     def resume(self) -> None:
@@ -110,8 +135,10 @@ class Monitor:
 
     def abandon_step(self) -> None:
         """The step will not be finished; what it has shown is dropped."""
-        self.pause()
-        self._open_step, self._measuring = None, False
+        if self._past is not None:
+            return
+        self._guard(self._recorder.abandon)
+        self._open_step, self._measuring, self._in_block = None, False, False
         self._guard(self._accumulator.take)
 
     def end_step(self, *, collective: bool = False) -> None:
@@ -124,8 +151,9 @@ class Monitor:
         if self._open_step is None:
             return
         self.pause()
-        step, self._open_step = self._open_step, None
+        step, self._open_step, self._in_block = self._open_step, None, False
         self._next_step = step + 1
+        self._steps += 1
         if self._measuring:
             self._measuring = False
             self._guard(lambda: self._finish(step, collective))
@@ -210,7 +238,7 @@ class Monitor:
     @property
     def latest(self) -> Snapshot | None:
         """The newest finished step; never waits for the device."""
-        if world_size(self._group) == 1:
+        if self._past is None and world_size(self._group) == 1:
             self._guard(lambda: self._collect(wait=False))
         return self._snapshot
 
@@ -243,6 +271,8 @@ class Monitor:
 
     def coverage(self) -> list[CoverageRecord]:
         """One record for each attention module: captured, waiting, or skipped and why."""
+        if self._past is not None:
+            return list(self._past.coverage)
         return self._recorder.coverage()
 
     # -- life -----------------------------------------------------------------------------------------------
@@ -277,10 +307,16 @@ class Monitor:
 
     def state_dict(self) -> dict[str, Any]:
         """Baselines, open alerts and the step count; plain containers, numbers and strings."""
+        if self._past is not None:
+            return copy.deepcopy(self._past.state)
         self._guard(lambda: self._collect(wait=True))
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
         return {
             "version": 1,
             "next_step": self._next_step,
+            "steps": self._steps,
             "next_draw": self._accumulator.next_draw,
             "rules": self._rules.state_dict(),
         }
@@ -296,8 +332,18 @@ class Monitor:
         next_step, next_draw = state.get("next_step"), state.get("next_draw")
         if not isinstance(next_step, int) or not isinstance(next_draw, int):
             raise AttnmonError("state must be what Monitor.state_dict() returned; it lacks next_step or next_draw")
+        if self._past is not None:
+            raise AttnmonError("this monitor is a closed copy; load the state into one made by attnmon.watch")
+        steps = state.get("steps", next_step)  # older states have steps without gaps
+        if not isinstance(steps, int):
+            raise AttnmonError("state must be what Monitor.state_dict() returned; its steps are no number")
         self._rules.load_state_dict(state.get("rules", {}))  # changes nothing if it raises
-        self._next_step, self._accumulator.next_draw = next_step, next_draw
+        self._next_step, self._steps, self._accumulator.next_draw = next_step, steps, next_draw
+
+    # A copy, pickled or not, is what the monitor had seen by then: closed, and without model, writers and rules.
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_copied, (self._past or Past.of(self),))
 
     # -- faults ---------------------------------------------------------------------------------------------
 
@@ -336,6 +382,53 @@ class Monitor:
         if topic not in self._warned and len(self._warned) < 1000:
             self._warned.add(topic)
             warnings.warn(f"attnmon: {message}", AttnmonWarning, stacklevel=3)
+
+
+@dataclass(frozen=True)
+class Past:
+    """What a monitor had seen when it was copied."""
+
+    snapshot: Snapshot | None
+    alerts: list[Alert]
+    coverage: list[CoverageRecord]
+    state: dict[str, Any]
+    settings: Settings
+    every_n_steps: int
+    write_every_n_steps: int
+
+    @classmethod
+    def of(cls, monitor: Monitor) -> Past:
+        return cls(
+            monitor._snapshot,
+            monitor.alerts,
+            monitor.coverage(),
+            monitor._state(),
+            monitor.settings,
+            monitor.every_n_steps,
+            monitor.write_every_n_steps,
+        )
+
+
+def _copied(past: Past) -> Monitor:
+    """A closed monitor that tells what another had seen."""
+    monitor = Monitor.__new__(Monitor)
+    monitor._past, monitor._closed = past, True
+    monitor._snapshot, monitor._alerts, monitor._settings = past.snapshot, list(past.alerts), past.settings
+    monitor.every_n_steps, monitor.write_every_n_steps = past.every_n_steps, past.write_every_n_steps
+    monitor._open_step, monitor._measuring, monitor._in_block, monitor._warned = None, False, False, set()
+    monitor._on_error = "warn"
+    return monitor
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A bound method that does not keep its object alive; does nothing once that is gone."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        found = reference()
+        return None if found is None else found(*args)
+
+    return call
 
 
 def watch(

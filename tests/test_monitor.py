@@ -127,7 +127,8 @@ def test_steps_are_counted_on_from_a_given_number(model):
         assert run(monitor, model, inputs(), step=10).step == 10
         assert run(monitor, model, inputs()).step == 10  # this was 11
         assert run(monitor, model, inputs()).step == 12
-        assert run(monitor, model, inputs(), step=4).step == 4
+        assert run(monitor, model, inputs(), step=4).step == 12  # each second step, whatever its number
+        assert run(monitor, model, inputs(), step=7).step == 7
 
 
 @pytest.mark.parametrize(

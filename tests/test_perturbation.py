@@ -16,6 +16,9 @@ import torch
 from torch.overrides import _get_current_function_mode_stack as function_modes
 
 import attnmon
+from tests.perturbation import ATTENTION, LAYERS, WAYS, assert_same_bits, bare
+from tests.perturbation import flash as flash_in_its_place
+from tests.perturbation import train as train_small
 
 transformers = pytest.importorskip("transformers")
 
@@ -263,6 +266,42 @@ def test_lightning_is_bit_identical(package, attention, precision, accumulate, c
     monitored = lightning_run(*arguments, [callback], tmp_path)
     assert [record.calls for record in callback.coverage()] == [5, 5]
     assert_same(monitored, lightning_run(*arguments, [], tmp_path))
+
+
+# -- every way of calling attention in every way of training ---------------------------------------------------
+
+QUICK = [
+    ("sdpa", "save matmuls", 1), ("sdpa", "compiled per block", 2), ("sdpa", "frozen parts", 1),
+    ("eager", "checkpoint", 2), ("eager", "save none", 1), ("eager", "compiled", 2), ("mha", "save all", 1),
+    ("mha", "plain", 2), ("mha", "gradient penalty", 1), ("mha", "compiled, checkpoint", 1), ("flex", "autocast", 2),
+    ("registry", "checkpoint, reentrant", 1),
+]  # fmt: skip
+WHOLE = [(kind, way, every) for kind in ATTENTION for way in WAYS for every in (1, 2)]
+ROUTE = {"mha": "multi_head_attention_forward", "flex": "flex_attention", "registry": "flash_attention_2"}
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile", "ignore:.*nested tensor")
+@pytest.mark.parametrize(
+    ("kind", "way", "every"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in WHOLE],
+)
+def test_bits_are_those_of_the_bare_twin(kind, way, every, monkeypatch):
+    """Losses, gradients, weights and random state; first, second and later steps, measured or not."""
+    registry = type(transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS)._global_mapping
+    monkeypatch.setitem(registry, "flash_attention_2", flash_in_its_place)
+    expected = bare(kind, way)
+    seen, monitor = train_small(kind, way, every_n_steps=every, on_error="raise", rules=())
+    assert_same_bits(seen, expected)
+    # one set of graphs for measured steps beside the bare one; with every step measured, that one alone
+    assert seen.graphs <= (2 if every > 1 or "checkpoint" in way else 1) * expected.graphs
+    records = [record for record in monitor.coverage() if record.path.startswith("blocks")]
+    assert [(record.status, record.calls) for record in records] == [("captured", 4 // every)] * LAYERS
+    assert {record.route for record in records} == {ROUTE.get(kind, kind)}
+    assert function_modes() == []
+
+
+def test_every_quick_case_is_one_of_the_whole():
+    assert set(QUICK) <= set(WHOLE)
 
 
 # -- the model as a plain module ------------------------------------------------------------------------------

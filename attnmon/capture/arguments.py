@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from attnmon.capture.below import plain
-
 from attnmon.errors import UnsupportedAttention
 
 

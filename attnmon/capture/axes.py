@@ -21,7 +21,7 @@ class Entered:
     (A compiler may run a hook as a graph of its own, which has to stay empty.)
     """
 
-    __slots__ = ("_args", "_kwargs", "_known")
+    __slots__ = ("_args", "_known", "_kwargs")
 
     def __init__(self, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> None:
         self._args, self._kwargs = args, kwargs or {}

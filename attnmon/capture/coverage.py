@@ -46,7 +46,7 @@ class Site:
     excluded: bool = False
     depth: int = 0  # of its path
     at_once: bool = False  # its calls cannot wait for the end of the forward
-    without_mode: bool = False  # the mode around it meets compiled code that breaks into several graphs
+    around_aside: bool = False  # a module in it is left alone
     aside: str = ""  # why it is left alone from now on
     in_evaluation: bool = False  # as it was when a measured step began
     heads_hint: int | None = None  # what the module's attributes say

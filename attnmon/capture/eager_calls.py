@@ -29,9 +29,7 @@ class EagerCalls:
         *leading, queries, keys = seen.logits.shape
         try:
             heads = count_heads(tuple(leading), queries, self._site.heads_hint, self._entered)
-            seen = replace(
-                seen, logits=plain(seen.logits), sinks=None if seen.sinks is None else plain(seen.sinks)
-            )
+            seen = replace(seen, logits=plain(seen.logits), sinks=None if seen.sinks is None else plain(seen.sinks))
         except UnsupportedAttention as error:
             return error
         with below_modes():

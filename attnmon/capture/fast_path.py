@@ -29,7 +29,7 @@ class StockLayers:
             module = reference()
             if module is None or not _counts_hooks(module):
                 continue
-            inside = [index_of[id(inner)] for inner in module.modules() if id(inner) in index_of]
+            inside = [index_of[id(inner)] for inner in nn.Module.modules(module) if id(inner) in index_of]
             self._inside[index] = inside
             self._layer.update(dict.fromkeys(inside, index))
         hooked = {index for index, inside in self._inside.items() if len(inside) > 1}

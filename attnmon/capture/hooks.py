@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from attnmon.capture.below import below_modes
 from attnmon.capture.coverage import Site
 
 
@@ -58,7 +59,7 @@ class BeforeForward(_Hook):
         self.watcher, self.index = watcher, index
         self.expected, self.excluded, self.heads_hint = site.expected, site.excluded, site.heads_hint
         self.depth = site.depth
-        with torch.inference_mode(False), torch._C.DisableTorchFunction():
+        with below_modes():
             self.token: Tensor = torch.tensor([number, index], dtype=torch.int64, device="cpu")
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

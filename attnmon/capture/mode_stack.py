@@ -106,7 +106,8 @@ def _clear() -> None:
 
 def take_out(identities: set[int]) -> list[Any]:
     """Remove modes from this thread's stack; the others keep their order. Those that were there."""
-    found, above = [], []
+    found: list[Any] = []
+    above: list[Any] = []
     for _ in range(torch._C._len_torch_function_stack()):
         mode = torch._C._pop_torch_function_stack()
         (found if id(mode) in identities else above).append(mode)

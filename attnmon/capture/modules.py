@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import gc
 import inspect
 import re
 from collections.abc import Iterator, Sequence
@@ -46,7 +45,9 @@ def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         seen.add(id(module))
         if not _is_wrapper(module):
             yield path, module
-        for name, child in module.named_children():
+        for name, child in module._modules.items():
+            if child is None:
+                continue
             if _is_wrapper(module) and name in _WRAPPERS:
                 yield from visit(child, path)
             else:
@@ -75,7 +76,7 @@ def may_call(module: nn.Module) -> bool:
     if isinstance(module, nn.MultiheadAttention):
         return True
     if type(module).__module__.startswith("torch.nn.modules."):
-        return any(True for _ in module.children()) and not isinstance(
+        return any(child is not None for child in module._modules.values()) and not isinstance(
             module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)
         )
     return True
@@ -83,7 +84,7 @@ def may_call(module: nn.Module) -> bool:
 
 def mentions_attention(module: nn.Module) -> bool:
     """Whether the class's forward, or a function it calls, names attention or softmax: a plain function, say."""
-    return _mentions(getattr(type(module), "forward", None), type(module), set())
+    return _mentions(inspect.getattr_static(type(module), "forward", None), type(module), set())
 
 
 def _mentions(function: Any, kind: type[nn.Module], seen: set[CodeType]) -> bool:
@@ -117,26 +118,27 @@ def is_compiled(module: nn.Module) -> bool:
     """Whether ``torch.compile`` was applied to a module, its forward or (in Lightning) its steps."""
     return (
         type(module).__name__ == "OptimizedModule"
-        or getattr(module, "_compiled_call_impl", None) is not None
-        or getattr(module, "_compiler_ctx", None) is not None
-        or hasattr(module.forward, "_torchdynamo_orig_callable")
+        or stated(module, "_compiled_call_impl") is not None
+        or stated(module, "_compiler_ctx") is not None
+        or hasattr(stated(module, "forward"), "_torchdynamo_orig_callable")
     )
 
 
-def has_compiled_wrapper(modules: Sequence[nn.Module]) -> bool:
-    """Whether ``torch.compile(module)`` was called on one of these; the module itself does not tell."""
-    inner = {id(module) for module in modules}
-    return any(
-        # by its type alone: some objects do things when they are asked for attributes
-        type(candidate).__name__ == "OptimizedModule" and id(candidate.__dict__["_modules"].get("_orig_mod")) in inner
-        for candidate in gc.get_objects()
-    )
+def stated(module: nn.Module, name: str) -> Any:
+    """An attribute of a module or of its class, without running code of the user's; None where there is none.
+
+    Reading a property, or a name that ``__getattr__`` deals with, could raise, warn, or change something.
+    """
+    if name in module.__dict__:
+        return module.__dict__[name]
+    found = inspect.getattr_static(type(module), name, None)
+    return None if isinstance(found, property) else found
 
 
 def head_count(module: nn.Module) -> int | None:
     """The number of query heads that the module's attributes state, under the names in use."""
     for name in ("num_heads", "num_attention_heads", "n_head", "n_heads", "nhead", "heads", "nheads", *_MORE_HEADS):
-        count = getattr(module, name, None)
+        count = stated(module, name)
         if isinstance(count, int) and not isinstance(count, bool) and count > 0:
             return count
     return None
@@ -145,7 +147,7 @@ def head_count(module: nn.Module) -> int | None:
 def kind_of(path: str, module: nn.Module) -> str:
     """ "cross" if the path or the class says so, else "self"; a call itself may show more."""
     last = path.rsplit(".", 1)[-1]
-    is_cross = getattr(module, "is_cross_attention", False) is True
+    is_cross = stated(module, "is_cross_attention") is True
     return "cross" if is_cross or _CROSS.search(last) or _CROSS.search(type(module).__name__) else "self"
 
 

@@ -13,6 +13,7 @@ that ends takes them out:
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import threading
 import weakref
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 
 from attnmon.capture.hooks import is_ours
 from attnmon.capture.mode_stack import ours_here, sweep, without_ours
+from attnmon.capture.torch_calls import CallMode
 
 if TYPE_CHECKING:
     from attnmon.capture.recorder import Recorder
@@ -189,7 +191,7 @@ def _ignoring_ours(original: Callable[..., Any]) -> Callable[..., Any]:
 
 # -- compiled code ------------------------------------------------------------------------------------------
 
-BROKEN = "its compiled code breaks into several graphs inside the module, where the compiler fails under a function mode"
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 def _going_on_bare(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -197,10 +199,6 @@ def _going_on_bare(original: Callable[..., Any]) -> Callable[..., Any]:
         here = [recorder for recorder in list(_active) if recorder.thread == threading.get_ident()]
         if not here or getattr(self._torchdynamo_orig_backend, "_export", False):
             return original(self, frame, cache_entry, frame_state)
-        if frame.f_code.co_name.startswith("torch_dynamo_resume_in") and ours_here():
-            for recorder in here:
-                if recorder.is_mode_on:
-                    recorder.break_off(_modules_of(frame), BROKEN)
         try:
             return original(self, frame, cache_entry, frame_state)
         except Exception as error:
@@ -208,11 +206,25 @@ def _going_on_bare(original: Callable[..., Any]) -> Callable[..., Any]:
             said = (str(error).strip().splitlines() or [""])[0]
             why = f"the compiler raised {type(error).__name__} where it traced attnmon's hooks: {said}"[:300]
             modules = _modules_of(frame)
-            if not any([recorder.step_aside(modules, why) for recorder in here]):
+            changed = [recorder.step_aside(modules, why) for recorder in here]
+            if True not in changed:
                 raise
+            if frame.f_code.co_filename.startswith(_OURS):  # a hook, as a frame of its own
+                return _run_as_it_is()
         return original(self, frame, cache_entry, frame_state)
 
     return __call__
+
+
+def _run_as_it_is() -> Any:
+    """What the compiler is told of a frame that it is to leave alone this once, with all that it calls."""
+    kind: Any = getattr(sys.modules["torch._dynamo.convert_frame"], "ConvertFrameReturn", None)
+    if kind is None:
+        return None
+    told = kind(apply_to_code=False)
+    skip = told.frame_exec_strategy.cur_action
+    told.frame_exec_strategy = type(told.frame_exec_strategy)(skip, skip)
+    return told
 
 
 def _modules_of(frame: Any) -> list[nn.Module] | None:
@@ -244,6 +256,8 @@ class _Changes:
         wrapper = getattr(convert, "CatchErrorsWrapper", None)
         if wrapper is not None:
             if len(cls._compiler) == 1:
+                # compiled as a frame of its own, it answers one property of a tensor with another's value
+                sys.modules["torch._dynamo.eval_frame"].skip_code(CallMode.__torch_function__.__code__)
                 cls._compiler = (*cls._compiler, _Change(wrapper, "__call__", _going_on_bare))
             for change in cls._compiler:
                 change.put_in()

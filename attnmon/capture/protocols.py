@@ -68,9 +68,6 @@ class Caller(Protocol):
     ) -> Any:
         """Run a function that stands in softmax's place, and tell the innermost module's tracker what it made."""
 
-    def choose(self, batch: int) -> slice:
-        """The sequences to project of a call that is being described."""
-
 
 class Patch(Protocol):
     """Functions that no torch-level mode sees, replaced during a measured step by ones that call them and tell."""

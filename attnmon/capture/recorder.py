@@ -20,7 +20,6 @@ from attnmon.capture.entmax import EntmaxPatch
 from attnmon.capture.fast_path import StockLayers
 from attnmon.capture.flash import FlashPatch
 from attnmon.capture.flex import FlexPatch
-from attnmon.capture.functional import FunctionalPatch
 from attnmon.capture.hooks import AfterForward, BeforeForward, HookPair, free_key
 from attnmon.capture.mode_stack import Place, ours_here
 from attnmon.capture.notes import Notes
@@ -41,9 +40,8 @@ class Recorder:
     Inside the user's forward calls are only noted; they are measured when the outermost watched forward is over (see
     ``notes``). In the first measured step every module that could make a call is hooked; later ones hook only modules
     that made calls or look like attention, unless some of the model was compiled: then hooks stay as they were, since
-    a compiled graph is valid for exactly these. The function mode is on inside hooked modules. Where graphs may have
-    been compiled before monitoring it covers the whole first step, so that they are traced anew; where compiled code
-    is known to break into several graphs (see ``functional``) torch's attention functions are replaced instead.
+    a compiled graph is valid for exactly these. The function mode is on inside hooked modules; where graphs may have
+    been compiled before monitoring, it covers the whole first step, so that they are traced anew.
 
     Args:
         model: any module, wrapped or not.
@@ -87,7 +85,6 @@ class Recorder:
             FlashPatch(self._reporter, [module for module, _ in self._watched]),
             RegistryPatch(self._reporter, self._watched),
         ]
-        self._functional = FunctionalPatch(self._reporter)
         self._hooks: dict[int, HookPair] = {}
         self._attached: list[HookPair] = []
         self._key = -1
@@ -103,8 +100,8 @@ class Recorder:
         # who entered the mode while a graph is traced; not a number, which dynamic shapes would take for an input
         self._mode_holder: Frame | None = None
         self._wide = True
-        self._careful = False
         self._saw_nothing = False  # a measured step
+        self._is_aside = False  # from some compiled code
         self.measured_steps = 0
 
     # -- what was seen --------------------------------------------------------------------------------------
@@ -131,7 +128,6 @@ class Recorder:
         """Attach; until ``stop`` every forward outside of backward is watched."""
         if self._running.active:
             return
-        self._careful = self._may_be_compiled()
         self._choose_hooks()
         for device in self._devices():
             traced.prepare(device)
@@ -172,16 +168,13 @@ class Recorder:
             hooks.attach(self._key)
         for patch in self._patches:
             patch.install()
-        if self._careful:
-            self._functional.install()
         self._reporter.flex_operator = flex.operator()
         graphs_may_exist = "torch._dynamo" in sys.modules
-        if self._wide and graphs_may_exist and (self._saw_nothing or not self._careful) and torch.is_grad_enabled():
+        if self._wide and graphs_may_exist and not self._is_aside and torch.is_grad_enabled():
             self._enter_mode(-1)
 
     def take_out(self) -> None:
         """Undo ``put_in``."""
-        self._functional.remove()
         for patch in reversed(self._patches):
             patch.remove()
         self._leave_mode(-1)
@@ -238,20 +231,11 @@ class Recorder:
         modules = (reference() for reference, _ in self._watched)
         return self._was_traced or any(names.is_compiled(module) for module in modules if module is not None)
 
-    def _may_be_compiled(self) -> bool:
-        """Whether a mode around modules could meet compiled code that breaks into several graphs."""
-        if self._careful or self._was_traced or not traced.graphs_were_broken():
-            return self._careful  # graphs are valid for the way in which they were traced
-        modules = [module for module in (reference() for reference, _ in self._watched) if module is not None]
-        return any(names.is_compiled(module) for module in modules) or (
-            not self.measured_steps and names.has_compiled_wrapper(modules)
-        )
-
     def _devices(self) -> frozenset[torch.device]:
         """Where the model is; looked for until it is somewhere."""
         if not self._known_devices:
             modules = (reference() for reference, _ in self._watched)
-            tensors = (tensor for module in modules if module is not None for tensor in module.parameters())
+            tensors = (tensor for module in modules if module is not None for tensor in nn.Module.parameters(module))
             self._known_devices = frozenset(tensor.device for tensor in tensors if tensor.device.type != "meta")
         return self._known_devices
 
@@ -286,39 +270,14 @@ class Recorder:
     # -- compiled code that fails ---------------------------------------------------------------------------
 
     @property
-    def is_mode_on(self) -> bool:
-        """Whether the mode is on this thread's stack."""
-        return any(mode is self._mode for mode in ours_here())
-
-    @property
     def thread(self) -> int:
         """The thread of the measured step."""
         return self._thread
 
-    def break_off(self, modules: Sequence[nn.Module] | None, why: str) -> bool:
-        """Compiled code goes on without the mode, and without hooks where some were traced; whether that changes it.
-
-        Args:
-            modules: whose code it is; None if that is not known.
-            why: in words of the user.
-        """
-        held = self._running.trail or self._mode_holder is not None
-        changed = self.is_mode_on
-        if changed and not held:
-            # graphs that break under a mode: from now on torch's functions are replaced instead
-            if self._mode_level is not None and 0 <= self._mode_level < len(self._running.stack):
-                self._sites[self._running.stack[self._mode_level].index].without_mode = True
-            self._mode_level = None
-            self._place.purge()
-            self._careful = True
-            self._functional.install()
-            return True
-        return self.step_aside(modules, why) or changed
-
     def step_aside(self, modules: Sequence[nn.Module] | None, why: str) -> bool:
         """Leave the modules alone from now on, or all if it is not known which; whether that changes anything."""
-        inside = None if modules is None else {id(inner) for module in modules for inner in module.modules()}
-        changed = self.is_mode_on
+        inside = None if modules is None else self._like(modules)
+        changed = any(mode is self._mode for mode in ours_here())
         for index, (reference, site) in enumerate(self._watched):
             module = reference()
             if module is None or site.aside or (inside is not None and id(module) not in inside):
@@ -330,15 +289,22 @@ class Recorder:
             site.aside = why
             pair.detach()
             self._attached.remove(pair)
+            for outer in self._sites:  # what it does could be taken for theirs
+                outer.around_aside |= site.path.startswith(f"{outer.path}.") or (not outer.path and outer is not site)
         if changed:
             self._mode_level, self._mode_holder = None, None
             self._place.purge()
-            self._careful = True
-            self._functional.remove()
+            self._is_aside = True
             self._running.trail.clear()
             if self._on_aside is not None:
                 self._on_aside(why)
         return changed
+
+    def _like(self, modules: Sequence[nn.Module]) -> set[int]:
+        """Identities of all in these modules, and in watched ones of the same classes, which run the same code."""
+        kinds = tuple({type(module) for module in modules})
+        watched = [module for module in (reference() for reference, _ in self._watched) if type(module) in kinds]
+        return {id(inner) for module in (*modules, *watched) if module is not None for inner in module.modules()}
 
     # -- what hooks say -------------------------------------------------------------------------------------
 
@@ -361,6 +327,8 @@ class Recorder:
         if not self._running.active or in_backward() or torch._C._get_tracing_state() is not None:
             return
         site = self._sites[hook.index]
+        if site.aside:
+            return
         try:
             if threading.get_ident() != self._thread:
                 raise UnsupportedAttention("called from a thread other than the step's own, as nn.DataParallel does")
@@ -400,8 +368,8 @@ class Recorder:
             return
         hidden = hidden_of(args, kwargs) if self._with_hidden else None
         self._running.stack.append(self._frame(self._running.stack, hook, hidden, args, kwargs))
-        wanted = hook.expected or not self._careful
-        if wanted and not self._sites[hook.index].without_mode:  # a mode around modules would meet compiled code inside them
+        # a mode around compiled code would have it traced with what it could not be traced with
+        if hook.expected or not self._is_aside:
             self._enter_mode(len(self._running.stack) - 1)
 
     def _frame(

@@ -16,11 +16,15 @@ from attnmon.capture.notes import Notes
 from attnmon.capture.protocols import Describe, Observer
 from attnmon.capture.running import Context, Frame, Running, in_backward
 from attnmon.capture.sites import Watched
-from attnmon.capture.torch_calls import MHA, ROUTES, Described, Route
-from attnmon.capture.traced_calls import TracedCalls, first_sequences
+from attnmon.capture.torch_calls import ROUTES, Described, Route
+from attnmon.capture.traced_calls import TracedCalls
+from attnmon.errors import UnsupportedAttention
 
 if TYPE_CHECKING:
     from attnmon.capture.entmax import Normalised
+
+
+UNFOLLOWED = "its compiled code cannot be followed from the module's inputs to the attention call"
 
 
 class Reporter:
@@ -57,12 +61,19 @@ class Reporter:
                 self._traced.rows(args)
             elif running.trail:
                 self._traced.report(func, args, kwargs, result)
+            elif func in ROUTES and running.stack:
+                self._traced.refusal(running.stack[-1].hook, UNFOLLOWED, args[0].device)
             return
         if not running.stack or not running.active:
             return
         frame = running.stack[-1]
         with torch._C.DisableTorchFunction():  # looking at a shape is a call that a mode of the user's would see
             route = ROUTES.get(func)
+            if running.trail:  # compiled code has broken into several graphs in the middle of a module
+                if route is not None:
+                    site = self._sites[running.trail[-1].index]
+                    self._fault(site, UnsupportedAttention(UNFOLLOWED))
+                return
             if route is not None:
                 self._note(frame, frame.index, route, args, kwargs)
                 return
@@ -101,7 +112,7 @@ class Reporter:
         if running.suppressed or not running.active or in_backward() or not running.stack:
             return result
         with torch._C.DisableTorchFunction():
-            found = MHA if route == MHA.name else Route(route, lambda args, kwargs, choose, autocast: describe(args, kwargs))
+            found = Route(route, lambda args, kwargs, choose, autocast: describe(args, kwargs))
             self._note(running.stack[-1], self._index_of(module), found, args, kwargs)
         return result
 
@@ -137,18 +148,10 @@ class Reporter:
             self._fault(self._sites[frame.index], error)
         return result
 
-    def choose(self, batch: int) -> slice:
-        """See ``attnmon.capture.protocols.Caller``."""
-        if torch.compiler.is_compiling() or not self._running.stack:
-            return first_sequences(batch)
-        return self._observer.choose(self._sites[self._running.stack[-1].index], batch)
-
-    def _note(
-        self, frame: Frame, index: int, route: Route, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
+    def _note(self, frame: Frame, index: int, route: Route, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Keep what a call was given, to be measured later."""
         site = self._sites[index]
-        if site.excluded:
+        if site.excluded or site.around_aside:
             return
         site.noted += 1
         try:

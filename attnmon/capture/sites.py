@@ -54,7 +54,7 @@ def find_sites(
 
 def coverage_of(sites: Sequence[Site], measured_steps: int) -> list[CoverageRecord]:
     """Records of the sites that are attention or were seen to make attention calls, in their order."""
-    made_calls = [site.path for site in sites if site.calls]
+    made_calls = [site.path for site in sites if site.calls or site.refused or site.aside]
     return [
         site.record(measured_steps)
         for site in sites
@@ -68,4 +68,3 @@ def coverage_of(sites: Sequence[Site], measured_steps: int) -> list[CoverageReco
 def by_name(path: str) -> list[str | int]:
     """A sorting key under which ``layers.2`` comes before ``layers.10``."""
     return [int(part) if part.isdecimal() else part for part in re.split(r"([0-9]+)", path)]
-

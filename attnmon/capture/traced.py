@@ -8,7 +8,6 @@ would. It claims to write to a one-element buffer, so that no compiler removes o
 
 from __future__ import annotations
 
-import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -27,16 +26,10 @@ ORDER: dict[torch.device, Tensor] = {}
 """The one-element buffer of each device. A global, so that any traced function can read it."""
 
 
-def graphs_were_broken() -> bool:
-    """Whether anything that this process has compiled so far broke into several graphs."""
-    utilities = sys.modules.get("torch._dynamo.utils")
-    return utilities is not None and bool(utilities.counters.get("graph_break"))
-
-
 def prepare(device: torch.device) -> None:
     """Make sure that graphs on ``device`` have their buffer."""
     if device not in ORDER:
-        with torch.inference_mode(False):
+        with below_modes():
             ORDER[device] = torch.zeros(1, device=device)
 
 

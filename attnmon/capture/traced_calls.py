@@ -12,11 +12,12 @@ from torch import Tensor
 from attnmon.calls import normalise_window
 from attnmon.capture import flex, traced
 from attnmon.capture.axes import Entered, count_heads
+from attnmon.capture.below import below_modes
 from attnmon.capture.eager import SoftmaxSeen
 from attnmon.capture.hooks import BeforeForward
 from attnmon.capture.protocols import Describe
 from attnmon.capture.running import Frame, Running
-from attnmon.capture.torch_calls import MHA, SDPA, STATIC, Described, describe_sdpa, mha_arguments
+from attnmon.capture.torch_calls import SDPA, STATIC, Described, describe_sdpa, mha_arguments
 from attnmon.errors import UnsupportedAttention
 
 _SEQUENCES = 4
@@ -37,7 +38,7 @@ class TracedCalls:
     def __init__(self, running: Running, number: int) -> None:
         self._running = running
         # of functions that were compiled without their module: whichever runs when the graph does
-        with torch.inference_mode(False):
+        with below_modes():
             self.unknown = torch.tensor([number, -1], dtype=torch.int64, device="cpu")
 
     def report(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
@@ -55,9 +56,6 @@ class TracedCalls:
     ) -> None:
         """The operator for a replaced function, or for why its call is not measured."""
         if frame.hook.excluded:
-            return
-        if route == MHA.name:
-            self._mha(frame, args, kwargs)
             return
         try:
             described = frame.complete(describe(args, kwargs))
@@ -204,8 +202,3 @@ class TracedSoftmax:
 
 def _detached(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach()
-
-
-def first_sequences(batch: int) -> slice:
-    """In a compiled graph the sampled sequences cannot move; a few at the front are enough to project."""
-    return slice(0, _SEQUENCES)

@@ -62,7 +62,7 @@ def attention_calls(model: nn.Module, tokens: Tensor, tell: TellCall, *, with_hi
         AttnmonError: the model has no attention, or a call that cannot be measured; whatever ``tell`` raises.
     """
     observer = _Observer(tell)
-    recorder = Recorder(model, observer, with_hidden=with_hidden)
+    recorder = Recorder(model, observer, with_hidden=with_hidden, at_once=True)
     device = next(model.parameters()).device
     recorder.start()
     try:
