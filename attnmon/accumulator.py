@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnmon.capture.below import DRY_RUN
 from attnmon.capture.coverage import Site
 from attnmon.errors import AttnmonError
 from attnmon.reducer import Reducer
@@ -119,9 +120,11 @@ class Accumulator:
             self._add(site, replace(call, value=value), sampled.plan)
 
     def fault(self, site: Site, error: Exception) -> None:
-        """Count a call that was not measured."""
+        """Count a call that was not measured; that of a dry run is no news."""
         reason = str(error) if isinstance(error, AttnmonError) else f"{type(error).__name__}: {error}"
-        self._on_fault(site.path, error, site.refuse(reason.splitlines()[0] if reason else type(error).__name__))
+        is_new = site.refuse(reason.splitlines()[0] if reason else type(error).__name__)
+        if reason != DRY_RUN:
+            self._on_fault(site.path, error, is_new)
 
     # -- inside ---------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from attnmon.accumulator import Accumulator
 from attnmon.capture import CoverageRecord, Recorder
+from attnmon.capture.below import below_modes
 from attnmon.errors import AttnmonError, AttnmonWarning
 from attnmon.metrics import METRICS
 from attnmon.options import Options
@@ -166,7 +167,8 @@ class Monitor:
         self._collect(wait=ranks > 1)
         if ranks == 1:
             if matrices:
-                self._pending.put(step, matrices)
+                with below_modes():
+                    self._pending.put(step, matrices)
             self._collect(wait=False)
         elif collective:
             self._merge_ranks(step, matrices)
@@ -180,12 +182,15 @@ class Monitor:
     def _merge_ranks(self, step: int, matrices: dict[str, torch.Tensor]) -> None:
         if self._merger is None:
             self._merger = RankMerger(self._accumulator.packing, self._group)
-        step, merged = self._merger.merge(step, matrices)
+        with below_modes():
+            step, merged = self._merger.merge(step, matrices)
         if merged:
             self._publish(step, merged)
 
     def _collect(self, *, wait: bool) -> None:
-        for step, matrices in self._pending.ready(wait=wait):
+        with below_modes():
+            arrived = list(self._pending.ready(wait=wait))
+        for step, matrices in arrived:
             self._publish(step, matrices)
 
     def _publish(self, step: int, matrices: dict[str, NDArray[np.float64]]) -> None:

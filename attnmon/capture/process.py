@@ -13,12 +13,13 @@ that ends takes them out:
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,13 +52,6 @@ def deactivate(recorder: Recorder) -> None:
         _active.discard(recorder)
         if not len(_active):
             _Changes.take_out()
-
-
-def protect_compiling() -> None:
-    """See to compiled code as soon as there can be any: the compiler may be imported in the middle of a step."""
-    if not _Changes.compiler_seen and "torch._dynamo.convert_frame" in sys.modules:
-        with _lock:
-            _Changes.put_in()
 
 
 @contextmanager
@@ -199,8 +193,12 @@ def _going_on_bare(original: Callable[..., Any]) -> Callable[..., Any]:
         here = [recorder for recorder in list(_active) if recorder.thread == threading.get_ident()]
         if not here or getattr(self._torchdynamo_orig_backend, "_export", False):
             return original(self, frame, cache_entry, frame_state)
+        if not frame.f_code.co_filename.startswith(_OURS):
+            for recorder in here:
+                recorder.tracing_begins()
         try:
-            return original(self, frame, cache_entry, frame_state)
+            with _checkpointed_regions_may_note():
+                return original(self, frame, cache_entry, frame_state)
         except Exception as error:
             # the frame has not begun to run: it can be compiled once more
             said = (str(error).strip().splitlines() or [""])[0]
@@ -214,6 +212,13 @@ def _going_on_bare(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, frame, cache_entry, frame_state)
 
     return __call__
+
+
+def _checkpointed_regions_may_note() -> AbstractContextManager[Any]:
+    """Hooks note which module runs; the compiler takes that for a side effect that a recomputation might lack."""
+    config: Any = sys.modules["torch._dynamo.config"]
+    option = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+    return config.patch(option, True) if hasattr(config, option) else nullcontext()
 
 
 def _run_as_it_is() -> Any:
@@ -236,35 +241,44 @@ def _modules_of(frame: Any) -> list[nn.Module] | None:
 class _Changes:
     """All of them."""
 
-    compiler_seen = False
-    _plain = (
-        _Change(nn.Module, "__reduce_ex__", _reducing_bare, adds=True),
-        _Change("torch.jit._script", "_script_impl", _suspending),
-        _Change("torch.jit._recursive", "create_script_module", _suspending),
-        _Change("torch.export", "export", _suspending),
-        _Change("torch.overrides", "has_torch_function", _ignoring_ours),
-    )
-    _compiler: tuple[_Change, ...] = (
-        _Change("torch._dynamo.config", "skip_fwd_side_effects_in_bwd_under_checkpoint", lambda before: True),
-    )
+    _all: tuple[_Change, ...] = ()
 
     @classmethod
     def put_in(cls) -> None:
-        for change in cls._plain:
+        for change in cls._all or cls._prepare():
             change.put_in()
-        convert = sys.modules.get("torch._dynamo.convert_frame")
-        wrapper = getattr(convert, "CatchErrorsWrapper", None)
-        if wrapper is not None:
-            if len(cls._compiler) == 1:
-                # compiled as a frame of its own, it answers one property of a tensor with another's value
-                sys.modules["torch._dynamo.eval_frame"].skip_code(CallMode.__torch_function__.__code__)
-                cls._compiler = (*cls._compiler, _Change(wrapper, "__call__", _going_on_bare))
-            for change in cls._compiler:
-                change.put_in()
-            cls.compiler_seen = True
 
     @classmethod
     def take_out(cls) -> None:
-        for change in (*cls._plain, *cls._compiler):
+        for change in cls._all:
             change.take_out()
-        cls.compiler_seen = False
+
+    @classmethod
+    def _prepare(cls) -> tuple[_Change, ...]:
+        """Once a process. The compiler is imported now: a table that it made later would hold what stands here."""
+        changes = [
+            _Change(nn.Module, "__reduce_ex__", _reducing_bare, adds=True),
+            _Change("torch.jit._script", "_script_impl", _suspending),
+            _Change("torch.jit._recursive", "create_script_module", _suspending),
+            _Change("torch.jit._trace", "_trace_impl", _suspending),
+            _Change("torch.jit._trace", "trace_module", _suspending),
+            _Change("torch.export", "export", _suspending),
+        ]
+        try:
+            convert = importlib.import_module("torch._dynamo.convert_frame")
+            importlib.import_module("torch._dynamo.trace_rules").get_torch_obj_rule_map()
+            importlib.import_module("torch._dynamo.variables.torch").TorchInGraphFunctionVariable._get_handlers()
+            eval_frame = importlib.import_module("torch._dynamo.eval_frame")
+        except Exception:  # no compiler here, or one of another make
+            convert = None
+        if convert is not None:
+            # compiled as a frame of its own, it answers one property of a tensor with another's value
+            skip_code = getattr(eval_frame, "skip_code", None)
+            if skip_code is not None:
+                skip_code(CallMode.__torch_function__.__code__)
+            changes += [
+                _Change("torch.overrides", "has_torch_function", _ignoring_ours),
+                _Change(convert.CatchErrorsWrapper, "__call__", _going_on_bare),
+            ]
+        cls._all = tuple(changes)
+        return cls._all

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from attnmon.capture import flex, process, traced
-from attnmon.capture import modules as names
 from attnmon.capture.axes import Entered
 from attnmon.capture.coverage import CoverageRecord, Site
 from attnmon.capture.eager import EagerTracker
@@ -96,6 +94,7 @@ class Recorder:
         self._known_devices: frozenset[torch.device] = frozenset()
         self._thread = threading.get_ident()
         self._was_traced = False
+        self._compiles = False  # something, in a measured step
         self._modes_below = 0
         # who entered the mode while a graph is traced; not a number, which dynamic shapes would take for an input
         self._mode_holder: Frame | None = None
@@ -169,8 +168,7 @@ class Recorder:
         for patch in self._patches:
             patch.install()
         self._reporter.flex_operator = flex.operator()
-        graphs_may_exist = "torch._dynamo" in sys.modules
-        if self._wide and graphs_may_exist and not self._is_aside and torch.is_grad_enabled():
+        if self._wide and not self._is_aside and torch.is_grad_enabled():
             self._enter_mode(-1)
 
     def take_out(self) -> None:
@@ -221,15 +219,10 @@ class Recorder:
             return False
         layer = self._layers.layer_of(index)
         site.in_evaluation = not module.training and (layer is not None or isinstance(module, nn.MultiheadAttention))
-        if layer is not None and not layer.training and self._is_compiled():
+        if layer is not None and not layer.training and self._compiles:
             return False  # a graph is traced with hooks or without, for good
         wanted = self._wide or site.expected or bool(site.noted or site.calls or site.refused)
         return wanted or index in self._layers.indices
-
-    def _is_compiled(self) -> bool:
-        """Whether any of the model is known to be compiled."""
-        modules = (reference() for reference, _ in self._watched)
-        return self._was_traced or any(names.is_compiled(module) for module in modules if module is not None)
 
     def _devices(self) -> frozenset[torch.device]:
         """Where the model is; looked for until it is somewhere."""
@@ -247,13 +240,23 @@ class Recorder:
                 pair.detach()
                 self._withheld.append(pair)
 
+    def tracing_begins(self) -> None:
+        """A graph is about to be traced: with the hooks that there are, for good."""
+        self._compiles = True
+        for index, pair in self._hooks.items():
+            layer = self._layers.layer_of(index)
+            if layer is not None and not layer.training and pair in self._attached:
+                pair.detach()
+                self._attached.remove(pair)
+
     def restore_hooks(self) -> None:
         """Put back what was withheld."""
         if self._withheld:
             withheld, self._withheld = self._withheld, []
             if self._running.active:
                 for pair in withheld:
-                    pair.attach(self._key)
+                    if pair in self._attached:
+                        pair.attach(self._key)
 
     # -- the mode -------------------------------------------------------------------------------------------
 
@@ -361,7 +364,6 @@ class Recorder:
 
     def _push(self, hook: BeforeForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.restore_hooks()
-        process.protect_compiling()
         layer = self._layers.own(hook.index)
         if layer is not None and not layer.training:
             self.withhold_hooks(hook.index)

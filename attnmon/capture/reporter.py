@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from attnmon.calls import make_call
 from attnmon.capture.arguments import without_wrapping
-from attnmon.capture.below import DRY_RUN, autocast_dtype, below_modes, plain
+from attnmon.capture.below import autocast_dtype, below_modes, plain
 from attnmon.capture.coverage import Site
 from attnmon.capture.notes import Notes
 from attnmon.capture.protocols import Describe, Observer
@@ -72,7 +72,7 @@ class Reporter:
             if running.trail:  # compiled code has broken into several graphs in the middle of a module
                 if route is not None:
                     site = self._sites[running.trail[-1].index]
-                    self._fault(site, UnsupportedAttention(UNFOLLOWED))
+                    self._observer.fault(site, UnsupportedAttention(UNFOLLOWED))
                 return
             if route is not None:
                 self._note(frame, frame.index, route, args, kwargs)
@@ -80,7 +80,7 @@ class Reporter:
             try:
                 frame.tracker.saw(func, args, kwargs, result)
             except Exception as error:
-                self._fault(self._sites[frame.index], error)
+                self._observer.fault(self._sites[frame.index], error)
 
     def call_through(
         self,
@@ -145,7 +145,7 @@ class Reporter:
             with torch._C.DisableTorchFunction():
                 frame.tracker.normalised(given)
         except Exception as error:
-            self._fault(self._sites[frame.index], error)
+            self._observer.fault(self._sites[frame.index], error)
         return result
 
     def _note(self, frame: Frame, index: int, route: Route, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -171,13 +171,6 @@ class Reporter:
 
             self._notes.add(site, read, measure)
         except Exception as error:
-            self._fault(site, error)
-
-    def _fault(self, site: Site, error: Exception) -> None:
-        """A call is not measured; that of a dry run is no news."""
-        if error.args == (DRY_RUN,):
-            site.refuse(DRY_RUN)
-        else:
             self._observer.fault(site, error)
 
     def _seen(self) -> int:
