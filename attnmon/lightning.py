@@ -10,6 +10,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Iterable
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from attnmon.capture import CoverageRecord, coverage_table
@@ -212,7 +213,9 @@ class AttentionMonitor(_Base):
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, pickled or not: before fitting all that was asked for, afterwards what had been seen."""
-        state = {**self.__dict__, "_model": None}
+        # the trainer lends a callback methods of its model, with which a copy would take the model along
+        state = {name: value for name, value in self.__dict__.items() if not isinstance(value, MethodType)}
+        state["_model"] = None
         if self._monitor is not None:  # files and functions that its own run goes on with
             state["_writers"] = ()
             state["_options"] = {name: given for name, given in self._options.items() if name != "on_alert"}

@@ -6,10 +6,13 @@ is in evaluation mode, and they come back as soon as the layer has chosen (see `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import nn
 
+from attnmon.capture.hooks import is_ours
 from attnmon.capture.sites import Watched
 
 
@@ -47,6 +50,23 @@ class StockLayers:
         """The layer that a module is or is inside of."""
         layer = self._layer.get(index)
         return None if layer is None else self._watched[layer][0]()
+
+
+def may_fuse(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a layer could choose the fused kernel in this call, were it not for attnmon's hooks.
+
+    False where it cannot: in training, where gradients are wanted, under autocast, or with hooks of the user's.
+    """
+    if layer.training or torch.is_autocast_enabled():
+        return False
+    if torch.is_grad_enabled():
+        tensors = [given for given in (*args, *kwargs.values()) if isinstance(given, torch.Tensor)]
+        if any(tensor.requires_grad for tensor in (*tensors, *nn.Module.parameters(layer))):
+            return False
+    tables = (
+        table for module in nn.Module.modules(layer) for table in (module._forward_hooks, module._forward_pre_hooks)
+    )
+    return all(is_ours(hook) for table in tables for hook in table.values())
 
 
 def _counts_hooks(module: nn.Module) -> bool:

@@ -174,7 +174,8 @@ def _ignoring_ours(original: Callable[..., Any]) -> Callable[..., Any]:
             return False
         # who asks has looked at the hooks before
         for recorder in list(_active):
-            recorder.restore_hooks()
+            if recorder.thread == threading.get_ident():
+                recorder.restore_hooks()
         if not ours_here():
             return bool(original(relevant_args))
         with without_ours():

@@ -15,7 +15,7 @@ from attnmon.capture.coverage import CoverageRecord, Site
 from attnmon.capture.eager import EagerTracker
 from attnmon.capture.eager_calls import EagerCalls
 from attnmon.capture.entmax import EntmaxPatch
-from attnmon.capture.fast_path import StockLayers
+from attnmon.capture.fast_path import StockLayers, may_fuse
 from attnmon.capture.flash import FlashPatch
 from attnmon.capture.flex import FlexPatch
 from attnmon.capture.hooks import AfterForward, BeforeForward, HookPair, free_key
@@ -178,6 +178,7 @@ class Recorder:
         self._leave_mode(-1)
         self._place.purge()
         self._withheld = []
+        self._running.withheld.clear()
         for hooks in self._hooks.values():
             hooks.detach()
 
@@ -239,6 +240,7 @@ class Recorder:
             if pair is not None and pair in self._attached:
                 pair.detach()
                 self._withheld.append(pair)
+                self._running.withheld.append(inner)
 
     def tracing_begins(self) -> None:
         """A graph is about to be traced: with the hooks that there are, for good."""
@@ -253,6 +255,7 @@ class Recorder:
         """Put back what was withheld."""
         if self._withheld:
             withheld, self._withheld = self._withheld, []
+            self._running.withheld.clear()
             if self._running.active:
                 for pair in withheld:
                     if pair in self._attached:
@@ -365,7 +368,7 @@ class Recorder:
     def _push(self, hook: BeforeForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.restore_hooks()
         layer = self._layers.own(hook.index)
-        if layer is not None and not layer.training:
+        if layer is not None and may_fuse(layer, args, kwargs):
             self.withhold_hooks(hook.index)
             return
         hidden = hidden_of(args, kwargs) if self._with_hidden else None

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from attnmon.capture.entmax import Normalised
 
 
+NOT_FUSED = (
+    "a call of torch's encoder layer in evaluation mode and without gradients; only its fused kernel was awaited"
+)
 UNFOLLOWED = "its compiled code cannot be followed from the module's inputs to the attention call"
 
 
@@ -64,9 +67,8 @@ class Reporter:
             elif func in ROUTES and running.stack:
                 self._traced.refusal(running.stack[-1].hook, UNFOLLOWED, args[0].device)
             return
-        if not running.stack or not running.active:
+        if not running.active or not (running.stack or running.trail or running.withheld):
             return
-        frame = running.stack[-1]
         with torch._C.DisableTorchFunction():  # looking at a shape is a call that a mode of the user's would see
             route = ROUTES.get(func)
             if running.trail:  # compiled code has broken into several graphs in the middle of a module
@@ -74,6 +76,12 @@ class Reporter:
                     site = self._sites[running.trail[-1].index]
                     self._observer.fault(site, UnsupportedAttention(UNFOLLOWED))
                 return
+            if running.withheld:  # a layer in evaluation mode has chosen not to be fused, for a reason of its own
+                if route is not None:
+                    expected = [self._sites[index] for index in running.withheld if self._sites[index].expected]
+                    self._observer.fault(expected[-1], UnsupportedAttention(NOT_FUSED))
+                return
+            frame = running.stack[-1]
             if route is not None:
                 self._note(frame, frame.index, route, args, kwargs)
                 return

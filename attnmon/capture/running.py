@@ -87,6 +87,7 @@ class Running:
         active: between ``start`` and ``stop`` of the recorder.
         stack: forwards of watched modules, the innermost last.
         trail: the same while a graph is traced.
+        withheld: indices of sites whose hooks are away while a layer of torch chooses its path.
         suppressed: depth of functions whose inner torch calls are not calls of their own.
     """
 
@@ -94,6 +95,7 @@ class Running:
         self.active = False
         self.stack: list[Frame] = []
         self.trail: list[Frame] = []
+        self.withheld: list[int] = []
         self.suppressed = 0
 
 

@@ -15,8 +15,6 @@ import attnmon.capture.traced_calls
 from tests.capture.attention_kinds import HEADS, KINDS, WIDTH, calls, hooks, inputs
 from tests.capture.weights import EVERYTHING, assert_heads
 
-every_kind = pytest.mark.parametrize("kind", KINDS)
-
 
 @pytest.fixture(autouse=True)
 def fresh():
@@ -116,8 +114,17 @@ def compare(
     assert hooks(model) == 0
 
 
-@pytest.mark.parametrize("case", CASES)
-@every_kind
+FAST = ("full graphs", "breaks allowed", "checkpoint inside", "compiled before")
+
+
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [
+        pytest.param(kind, case, marks=() if kind == "sdpa" or case in FAST else pytest.mark.slow)
+        for kind in KINDS
+        for case in CASES
+    ],
+)
 def test_at_most_one_further_set_of_graphs(kind, case):
     compare(kind, **CASES[case])
 
@@ -302,7 +309,7 @@ class BreaksOutside(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "inside, sdpa", "inside, eager"])
-@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize("before", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_broken_graphs_are_followed(kind, before):
     model, twin = BreaksOutside(kind), BreaksOutside(kind)
     compiled = torch.compile(model, backend="aot_eager")

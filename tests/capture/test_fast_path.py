@@ -123,6 +123,50 @@ def test_a_layer_that_goes_in_and_out_of_evaluation_within_a_step():
     assert hooks(model) == 0
 
 
+class Listening(nn.TransformerEncoderLayer):
+    """torch's own forward, with a hook of the user's on it."""
+
+    def __init__(self):
+        super().__init__(WIDTH, HEADS, 32, dropout=0.0, batch_first=True)
+        self.norm1.register_forward_hook(lambda *args: None)
+
+
+ODD = {  # why it is not fused, and whether its attention is not fused by itself either, so that a call is refused
+    "hooked": (Listening, 0),
+    "autocast": (layer, 0),
+    "heads": (lambda: nn.TransformerEncoderLayer(15, 3, 32, batch_first=True), 1),
+    "last": (lambda: nn.TransformerEncoderLayer(WIDTH, HEADS, 32), 1),
+}
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.filterwarnings("ignore:attnmon. .*an attention call is not measured")
+def test_layers_that_are_not_fused_for_another_reason(odd, inside):
+    make, refused = ODD[odd]
+    alone = make().eval()
+    model = nn.Sequential(nn.Identity(), alone) if inside else alone
+    x = torch.randn(2, LENGTH, alone.self_attn.embed_dim)
+    path = "1.self_attn" if inside else "self_attn"
+
+    def run(gradients):
+        model.zero_grad()
+        with torch.set_grad_enabled(gradients), torch.autocast("cpu", torch.bfloat16, enabled=odd == "autocast"):
+            return model(x)
+
+    bare = [operators(lambda gradients=gradients: run(gradients)) for gradients in (False, True)]
+    with attnmon.watch(model, rules=(), on_error="raise") as monitor:
+        for step in range(2):
+            for gradients in (False, True):
+                with monitor.step():
+                    seen, result = operators(lambda gradients=gradients: run(gradients))
+                assert seen == bare[gradients][0]
+                assert torch.equal(result, bare[gradients][1])
+            (record,) = monitor.coverage()
+            assert (record.path, record.calls) == (path, step + 1)
+            assert sum(record.refused.values()) == refused * (step + 1)
+
+
 def test_a_layer_of_the_users_own_keeps_its_hooks():
     """Only torch's own forward counts hooks."""
 
