@@ -460,7 +460,7 @@ def watch(
 
     Args:
         model: any module; wrappers (DDP, compiled, ...) do not matter.
-        every_n_steps: measure each n-th optimizer step.
+        every_n_steps: measure each n-th optimizer step, the first one included, whatever numbers the steps are given.
         rows: query positions per sampled sequence and head; None for every row.
         sequences: sampled sequences per call; None for all.
         top_n: N, size of the selected set of separability, distance and top_mass.

@@ -17,6 +17,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import attnmon
 from attnmon.accumulator import Accumulator
+from attnmon.capture.recorder import Recorder
+from attnmon.capture.reporter import Reporter
 from benchmarks.cases import OverheadCase
 
 VARIANTS = ("off", "on", "idle", "eager")
@@ -73,7 +75,7 @@ def entropies(attentions: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 class Inside:
-    """Seconds spent in a monitor's own code: reducing calls, and ending a step.
+    """Seconds spent in a monitor's own code: its hooks, describing and reducing calls, beginning and ending a step.
 
     A difference of two step times shows no more than a few per cent on a machine that does other things; this shows
     a part of it alone, but to a tenth of a per cent.
@@ -81,16 +83,20 @@ class Inside:
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self._depth = 0  # a part may call another
 
     def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function``, its time added here."""
 
         def call(*args: Any, **options: Any) -> Any:
             start = time.perf_counter()
+            self._depth += 1
             try:
                 return function(*args, **options)
             finally:
-                self.seconds += time.perf_counter() - start
+                self._depth -= 1
+                if not self._depth:
+                    self.seconds += time.perf_counter() - start
 
         return call
 
@@ -99,7 +105,10 @@ class Inside:
 def inside_of_monitors() -> Iterator[Inside]:
     """Time what every monitor does meanwhile."""
     inside = Inside()
-    parts = ((Accumulator, "observe"), (attnmon.Monitor, "begin_step"), (attnmon.Monitor, "end_step"))
+    parts = (
+        (Accumulator, "observe"), (Recorder, "enter"), (Recorder, "leave"), (Reporter, "report"),
+        (attnmon.Monitor, "begin_step"), (attnmon.Monitor, "end_step"),
+    )  # fmt: skip
     before = [getattr(owner, name) for owner, name in parts]
     for (owner, name), function in zip(parts, before, strict=True):
         setattr(owner, name, inside.timed(function))

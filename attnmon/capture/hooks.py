@@ -114,6 +114,7 @@ class HookPair:
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
             module.register_forward_hook(after, always_call=True),
         )
+        self.before = before
         self._entries: list[tuple[Any, Any]] = []  # tables of the module, and what is to be in them
         self._key: int | None = None
         for handle in handles:

@@ -114,16 +114,6 @@ def _names(code: CodeType) -> list[str]:
     return names
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` was applied to a module, its forward or (in Lightning) its steps."""
-    return (
-        type(module).__name__ == "OptimizedModule"
-        or stated(module, "_compiled_call_impl") is not None
-        or stated(module, "_compiler_ctx") is not None
-        or hasattr(stated(module, "forward"), "_torchdynamo_orig_callable")
-    )
-
-
 def stated(module: nn.Module, name: str) -> Any:
     """An attribute of a module or of its class, without running code of the user's; None where there is none.
 

@@ -59,16 +59,15 @@ def suspended() -> Iterator[None]:
     """Every model and function as it is without attnmon, on this thread."""
     here = [recorder for recorder in list(_active) if recorder.thread == threading.get_ident()]
     with _lock:
-        for recorder in here:
-            recorder.take_out()
+        levels = [recorder.take_out() for recorder in here]
         _Changes.take_out()
     try:
         yield
     finally:
         with _lock:
-            for recorder in here:
+            for recorder, level in zip(here, levels, strict=True):
                 if recorder in _active:
-                    recorder.put_in()
+                    recorder.put_in(level)
             if len(_active):
                 _Changes.put_in()
 

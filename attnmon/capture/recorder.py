@@ -161,18 +161,25 @@ class Recorder:
         self._hooks.clear()
         self._attached = []
 
-    def put_in(self) -> None:
-        """Hooks, replaced functions and the mode, as they are while a step is measured."""
+    def put_in(self, level: int | None = None) -> None:
+        """Hooks, replaced functions and the mode, as they are while a step is measured.
+
+        Args:
+            level: what ``take_out`` returned, to go on from there.
+        """
         for hooks in self._attached:
             hooks.attach(self._key)
         for patch in self._patches:
             patch.install()
         self._reporter.flex_operator = flex.operator()
-        if self._wide and not self._is_aside and torch.is_grad_enabled():
+        if level is not None:
+            self._enter_mode(level)
+        elif self._wide and not self._is_aside and torch.is_grad_enabled():
             self._enter_mode(-1)
 
-    def take_out(self) -> None:
-        """Undo ``put_in``."""
+    def take_out(self) -> int | None:
+        """Undo ``put_in``; where the mode was entered."""
+        level = self._mode_level
         for patch in reversed(self._patches):
             patch.remove()
         self._leave_mode(-1)
@@ -181,6 +188,7 @@ class Recorder:
         self._running.withheld.clear()
         for hooks in self._hooks.values():
             hooks.detach()
+        return level
 
     def end_step(self, calls: int) -> None:
         """A measured step is over; it made so many calls."""
@@ -250,6 +258,15 @@ class Recorder:
             if layer is not None and not layer.training and pair in self._attached:
                 pair.detach()
                 self._attached.remove(pair)
+                self._silence_around(self._sites[index])
+
+    def _silence_around(self, site: Site) -> None:
+        """What a module does that is left alone could be taken for a call of those around it."""
+        for index, outer in enumerate(self._sites):
+            if outer is not site and (not outer.path or site.path.startswith(f"{outer.path}.")):
+                outer.around_aside = True
+                if index in self._hooks:
+                    self._hooks[index].before.excluded = True
 
     def restore_hooks(self) -> None:
         """Put back what was withheld."""
@@ -295,8 +312,7 @@ class Recorder:
             site.aside = why
             pair.detach()
             self._attached.remove(pair)
-            for outer in self._sites:  # what it does could be taken for theirs
-                outer.around_aside |= site.path.startswith(f"{outer.path}.") or (not outer.path and outer is not site)
+            self._silence_around(site)
         if changed:
             self._mode_level, self._mode_holder = None, None
             self._place.purge()
@@ -372,7 +388,9 @@ class Recorder:
             self.withhold_hooks(hook.index)
             return
         hidden = hidden_of(args, kwargs) if self._with_hidden else None
-        self._running.stack.append(self._frame(self._running.stack, hook, hidden, args, kwargs))
+        frame = self._frame(self._running.stack, hook, hidden, args, kwargs)
+        frame.inside = len(self._running.trail)
+        self._running.stack.append(frame)
         # a mode around compiled code would have it traced with what it could not be traced with
         if hook.expected or not self._is_aside:
             self._enter_mode(len(self._running.stack) - 1)

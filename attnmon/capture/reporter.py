@@ -71,9 +71,10 @@ class Reporter:
             return
         with torch._C.DisableTorchFunction():  # looking at a shape is a call that a mode of the user's would see
             route = ROUTES.get(func)
-            if running.trail:  # compiled code has broken into several graphs in the middle of a module
-                if route is not None:
-                    site = self._sites[running.trail[-1].index]
+            # compiled code has broken into several graphs in the middle of a module
+            if len(running.trail) > (running.stack[-1].inside if running.stack else 0):
+                site = self._sites[running.trail[-1].index]
+                if route is not None and not (site.excluded or site.around_aside):
                     self._observer.fault(site, UnsupportedAttention(UNFOLLOWED))
                 return
             if running.withheld:  # a layer in evaluation mode has chosen not to be fused, for a reason of its own

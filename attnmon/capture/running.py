@@ -17,7 +17,7 @@ from attnmon.capture.torch_calls import Described
 class Frame:
     """One module's forward on the stack."""
 
-    __slots__ = ("entered", "heads_hint", "hidden", "hook", "left", "tracker")
+    __slots__ = ("entered", "heads_hint", "hidden", "hook", "inside", "left", "tracker")
 
     def __init__(
         self,
@@ -30,6 +30,7 @@ class Frame:
         self.hook, self.tracker, self.hidden, self.entered = hook, tracker, hidden, entered
         self.heads_hint = heads_hint
         self.left = 0  # operators left in a traced graph
+        self.inside = 0  # of so many modules of a compiled graph, for a frame of eager code
 
     @property
     def index(self) -> int:

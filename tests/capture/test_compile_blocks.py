@@ -1,5 +1,6 @@
 """Blocks compiled one by one share their graphs; where the compiler fails over attnmon, the call goes on without it."""
 
+import copy
 import shutil
 import warnings
 
@@ -330,3 +331,38 @@ def test_broken_graphs_are_followed(kind, before):
         for metric in ("entropy", "jacobian", "max_logit", "separability"):
             for path in one.modules:
                 assert_heads(one[metric][path], torch.from_numpy(two[metric][path]), 1e-5, f"{metric} {path}")
+
+
+@pytest.mark.filterwarnings("ignore::attnmon.AttnmonWarning")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["whole", "blocks"])
+def test_attention_that_is_kept_out_of_the_graph(kind, how):
+    """Right or refused: what its module did before the call is not known to eager code."""
+
+    class KeptAttention(KINDS[kind]):
+        @torch._dynamo.disable
+        def forward(self, x):
+            return super().forward(x)
+
+    model = Model(kind, 3)
+    for block in model.blocks:
+        block.attn = KeptAttention()
+    twin = copy.deepcopy(model)
+    if how == "whole":
+        model.compile(backend="aot_eager")
+    else:
+        compile_blocks(model, "in place", backend="aot_eager")
+    options = {**EVERYTHING, "on_error": "warn"}
+    with attnmon.watch(model, **options) as monitor, attnmon.watch(twin, **options) as other:
+        for _ in range(3):
+            seen, expected = train(model, (8,), monitor), train(twin, (8,), other)
+            torch.testing.assert_close(seen, expected)
+        assert calls(other) == [3] * 3
+        captured = {record.path for record in monitor.coverage() if record.status == "captured"}
+        assert {record.path for record in monitor.coverage()} == {record.path for record in other.coverage()}
+        one, two = monitor.flush(), other.flush()
+        assert captured == (set(two.modules) if kind == "mha" else set())
+        for path in captured:
+            assert_heads(one["entropy"][path], torch.from_numpy(two["entropy"][path]), 1e-5, path)
+        if kind == "sdpa":
+            assert all("cannot be followed" in record.reason for record in monitor.coverage())

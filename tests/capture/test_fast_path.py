@@ -201,9 +201,12 @@ def test_a_tensor_with_rules_of_its_own_still_counts(subclass):
         assert torch.equal(result, expected)
 
 
-def test_a_frozen_encoder_in_a_compiled_model():
+@pytest.mark.parametrize("grads", [False, True])
+def test_a_frozen_encoder_in_a_compiled_model(grads, recwarn):
+    """With gradients it makes calls that can be seen: they are not taken for calls of the modules around it."""
     torch._dynamo.reset()
     model, x = Student(), inputs(length=LENGTH)
+    model.teacher.requires_grad_(grads)
     bare = torch.compile(model, backend="eager")(x)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager")
@@ -211,4 +214,7 @@ def test_a_frozen_encoder_in_a_compiled_model():
         for _ in range(3):
             with monitor.step():
                 assert torch.equal(compiled(x), bare)
+        seen = {record.path: record.calls for record in monitor.coverage() if record.calls or record.refused}
+        assert seen == {"attention.pool": 3, "attention.inner": 3, "head.self_attn": 3}
     torch._dynamo.reset()
+    assert not [warning for warning in recwarn if issubclass(warning.category, attnmon.AttnmonWarning)]

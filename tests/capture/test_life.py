@@ -341,6 +341,23 @@ def test_what_is_made_of_a_model_inside_a_step_is_as_bare(kind):
     assert_as_before(model, scripted)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@every_kind
+def test_scripting_in_the_middle_of_a_forward_costs_no_call(kind):
+    class Scripting(KINDS[kind]):
+        def forward(self, x):
+            scripted = torch.jit.script(nn.GELU())
+            return super().forward(scripted(x))
+
+    model = nn.Sequential(Scripting(), nn.Sequential(KINDS[kind]()))
+    monitor = attnmon.watch(model, on_error="raise")
+    for step in range(2):
+        with monitor.step():
+            forward_and_backward(model)
+        assert calls(monitor) == [step + 1] * 2
+    assert_as_before(model)
+
+
 @dataclass
 class Holder:
     monitor: object
