@@ -16,7 +16,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack as function_modes
 
 import attnmon
-from tests.perturbation import ATTENTION, LAYERS, WAYS, assert_same_bits, bare
+from tests.perturbation import ATTENTION, LAYERS, POLICIES, WAYS, assert_same_bits, bare
 from tests.perturbation import flash as flash_in_its_place
 from tests.perturbation import train as train_small
 
@@ -292,8 +292,9 @@ def test_bits_are_those_of_the_bare_twin(kind, way, every, monkeypatch):
     expected = bare(kind, way)
     seen, monitor = train_small(kind, way, every_n_steps=every, on_error="raise", rules=())
     assert_same_bits(seen, expected)
-    # one set of graphs for measured steps beside the bare one; with every step measured, that one alone
-    assert seen.graphs <= (2 if every > 1 or "checkpoint" in way else 1) * expected.graphs
+    # one set of graphs for measured steps beside the bare one; with every step measured, that one alone, unless it is
+    # run again in the backward (flex attention compiles itself)
+    assert seen.graphs <= (2 if every > 1 or "checkpoint" in way or way in POLICIES else 1) * expected.graphs
     records = [record for record in monitor.coverage() if record.path.startswith("blocks")]
     assert [(record.status, record.calls) for record in records] == [("captured", 4 // every)] * LAYERS
     assert {record.route for record in records} == {ROUTE.get(kind, kind)}
