@@ -9,34 +9,39 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
-_ours: weakref.WeakSet[TorchFunctionMode] = weakref.WeakSet()
-_orphans: weakref.WeakSet[TorchFunctionMode] = weakref.WeakSet()
+from attnmon.capture.torch_calls import CallMode
+
+_ours: weakref.WeakSet[CallMode] = weakref.WeakSet()
+_orphans: weakref.WeakSet[CallMode] = weakref.WeakSet()
 
 
 class Place:
     """Puts one mode on the stack and takes it out again, from wherever it is by then.
 
     Args:
-        mode: ours.
+        make: makes the mode; anew where the one before is left to another thread.
     """
 
-    def __init__(self, mode: TorchFunctionMode) -> None:
-        self._mode = mode
+    def __init__(self, make: Callable[[], CallMode]) -> None:
+        self._make = make
         self._thread: int | None = None  # whose stack it is on
-        _ours.add(mode)
+        self._renew()
+
+    def _renew(self) -> None:
+        self.mode = self._make()
+        _ours.add(self.mode)
 
     def enter(self) -> None:
         """Put it on top, unless it is there."""
         sweep()
         if self._thread is None:
-            _push(self._mode)
+            _push(self.mode)
             self._thread = threading.get_ident()
 
     def leave(self) -> None:
@@ -44,15 +49,17 @@ class Place:
         if self._thread is None:
             return
         if self._thread == threading.get_ident():
-            take_out({id(self._mode)})
+            take_out({id(self.mode)})
         else:
-            _orphans.add(self._mode)
+            self.mode.silence()
+            _orphans.add(self.mode)
+            self._renew()
         self._thread = None
 
     def purge(self) -> None:
         """Take it out of this thread's stack, also where a compiled graph has left it."""
         if torch._C._len_torch_function_stack():
-            take_out({id(self._mode)})
+            take_out({id(self.mode)})
         self.leave()
 
 

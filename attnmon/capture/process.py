@@ -37,6 +37,11 @@ _active: weakref.WeakSet[Recorder] = weakref.WeakSet()
 _lock = threading.RLock()
 
 
+def _here() -> list[Recorder]:
+    """The recorders whose measured step runs on this thread."""
+    return [recorder for recorder in list(_active) if recorder.thread == threading.get_ident()]
+
+
 def activate(recorder: Recorder) -> None:
     """A measured step of this recorder begins."""
     with _lock:
@@ -57,7 +62,7 @@ def deactivate(recorder: Recorder) -> None:
 @contextmanager
 def suspended() -> Iterator[None]:
     """Every model and function as it is without attnmon, on this thread."""
-    here = [recorder for recorder in list(_active) if recorder.thread == threading.get_ident()]
+    here = _here()
     with _lock:
         levels = [recorder.take_out() for recorder in here]
         _Changes.take_out()
@@ -88,17 +93,14 @@ class _Change:
         self._ours: Any = None
         self._was_own = True  # not inherited
 
-    def put_in(self) -> bool:
-        """Whether it is in."""
+    def put_in(self) -> None:
+        """Put ours in its place, unless it is there."""
         owner = sys.modules.get(self._owner) if isinstance(self._owner, str) else self._owner
-        if owner is None:
-            return False
-        if self._ours is None and hasattr(owner, self._name):
+        if owner is not None and self._ours is None and hasattr(owner, self._name):
             self._was_own = self._name in vars(owner)
             self._before = getattr(owner, self._name)
             self._ours = self._make(self._before)
             setattr(owner, self._name, self._ours)
-        return True
 
     def take_out(self) -> None:
         """As it was, unless someone else has put something there meanwhile."""
@@ -172,9 +174,8 @@ def _ignoring_ours(original: Callable[..., Any]) -> Callable[..., Any]:
                     return bool(original(relevant_args))
             return False
         # who asks has looked at the hooks before
-        for recorder in list(_active):
-            if recorder.thread == threading.get_ident():
-                recorder.restore_hooks()
+        for recorder in _here():
+            recorder.restore_hooks()
         if not ours_here():
             return bool(original(relevant_args))
         with without_ours():
@@ -190,7 +191,7 @@ _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 def _going_on_bare(original: Callable[..., Any]) -> Callable[..., Any]:
     def __call__(self: Any, frame: Any, cache_entry: Any, frame_state: Any) -> Any:
-        here = [recorder for recorder in list(_active) if recorder.thread == threading.get_ident()]
+        here = _here()
         if not here or getattr(self._torchdynamo_orig_backend, "_export", False):
             return original(self, frame, cache_entry, frame_state)
         if not frame.f_code.co_filename.startswith(_OURS):

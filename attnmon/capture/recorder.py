@@ -88,8 +88,9 @@ class Recorder:
         self._key = -1
         self._layers = StockLayers(self._watched)
         self._withheld: list[HookPair] = []  # from a layer of torch that would take another path with them
-        self._mode = CallMode(self._reporter.report)
-        self._place = Place(self._mode)
+        report = self._reporter.report
+        self._place = Place(lambda: CallMode(report))
+        self._mode = self._place.mode
         self._mode_level: int | None = None  # depth of the stack at which the mode was entered; -1: by start()
         self._known_devices: frozenset[torch.device] = frozenset()
         self._thread = threading.get_ident()
@@ -184,6 +185,7 @@ class Recorder:
             patch.remove()
         self._leave_mode(-1)
         self._place.purge()
+        self._mode = self._place.mode  # another one if that is left to its thread
         self._withheld = []
         self._running.withheld.clear()
         for hooks in self._hooks.values():

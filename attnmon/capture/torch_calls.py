@@ -32,11 +32,14 @@ class CallMode(TorchFunctionMode):
         super().__init__()
         self._report = report
 
+    def silence(self) -> None:
+        """Report nothing any more: it has to wait for its thread to take it off the stack."""
+        self._report = _nothing
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        # (an orphan, which has to wait for its thread, reports to a recorder that is not active)
         if func is Tensor.unflatten and torch.compiler.is_compiling():
             # of Tensor's methods written in Python the one that says super(), which the compiler cannot trace so
             result = args[0].unflatten(*args[1:], **kwargs)
@@ -52,6 +55,10 @@ class CallMode(TorchFunctionMode):
             result = func(*args, **kwargs)
         self._report(func, args, kwargs, result)
         return result
+
+
+def _nothing(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+    return None
 
 
 def describe_sdpa(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Described:

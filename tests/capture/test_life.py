@@ -163,6 +163,42 @@ def test_a_step_that_ends_in_another_thread():
     assert_as_before(model)
 
 
+def test_a_mode_left_to_another_thread_tells_nothing_of_it():
+    """Begun here, ended there, and the next step is there: what runs here meanwhile is not of that step."""
+    model, other = Model("sdpa"), SdpaAttention()
+    monitor = attnmon.watch(model, rows=None, sequences=None)
+    monitor.begin_step()
+    forward_and_backward(model)
+
+    def there():
+        monitor.end_step()
+        monitor.begin_step()
+        model.layers[0].register_forward_pre_hook(lambda *args: here())
+        forward_and_backward(model)
+        monitor.end_step()
+        assert modes() == 0
+
+    def here():
+        waiting.set()
+        assert done.wait(30)
+
+    waiting, done = threading.Event(), threading.Event()
+    thread = threading.Thread(target=there)
+    thread.start()
+    assert waiting.wait(30)
+    assert modes() == 1  # it is still on this thread's stack
+    other(inputs(batch=7))
+    done.set()
+    thread.join()
+    assert calls(monitor) == [2, 2]
+    assert monitor.flush().rows["layers.0"].tolist() == [2 * 6] * 2
+    model.layers[0]._forward_pre_hooks.clear()
+    with monitor.step():
+        forward_and_backward(model)
+    assert calls(monitor) == [3, 3]
+    assert_as_before(model)
+
+
 # -- an end that never comes --------------------------------------------------------------------------------------
 
 
