@@ -8,8 +8,8 @@ monitor.latest["entropy_norm"]  # module path -> one number per head
 """
 
 from attnmon.errors import AttnmonError, AttnmonWarning, UnsupportedAttention
-from attnmon.monitor import Monitor, watch
 from attnmon.rules import Ceiling, Growth, LowTemperature, NonFinite, Uniform, default_rules
+from attnmon.run.monitor import Monitor, watch
 from attnmon.stats import attention_stats
 from attnmon.types import Alert, Snapshot
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from attnmon.capture import CoverageRecord, coverage_table
 from attnmon.errors import AttnmonError, AttnmonWarning, MissingExtra
-from attnmon.monitor import Monitor
-from attnmon.options import DEFAULTS, Options
+from attnmon.run.monitor import Monitor
+from attnmon.run.options import DEFAULTS, Options
 from attnmon.stats.settings import check_count
 from attnmon.types import Alert, Snapshot
 from attnmon.writers import ConsoleWriter, JsonlWriter, TensorBoardWriter, Writer

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmon.calls import make_call
+from attnmon.call import make_call
 from attnmon.metrics import METRICS
 from attnmon.stats import reference
 from attnmon.stats.api import measure

@@ -19,13 +19,13 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from attnmon.calls import make_call
-from attnmon.stats import fused
+from attnmon.call import make_call
 from attnmon.stats.directions import direction_table
+from attnmon.stats.fused import host
+from attnmon.stats.fused.launch import Launch, launches
 from attnmon.stats.packing import Packing
 from attnmon.stats.plan import make_plan
 from attnmon.stats.settings import Settings
-from attnmon.stats.triton_kernel import Launch, launches
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -63,9 +63,9 @@ def launches_of(case: Case, target: str, splits: int = 8) -> list[Launch]:
     """The launches of a call of this kind on a target, its keys cut into ``splits`` parts."""
     rocm = target.startswith("gfx")
     with (
-        patch.object(fused, "on_rocm", lambda: rocm),
-        patch.object(fused, "interpreted", lambda: False),
-        patch.object(fused, "choose_splits", lambda *_: splits),
+        patch.object(host, "on_rocm", lambda: rocm),
+        patch.object(host, "interpreted", lambda: False),
+        patch.object(host, "choose_splits", lambda *_: splits),
     ):
         return _launches_of(case)
 
@@ -102,10 +102,10 @@ def _launches_of(case: Case) -> list[Launch]:
     settings = Settings.create(**dict(case.settings))
     plan, packing = make_plan(call, settings), Packing(settings.metrics)
     accumulator = torch.zeros(packing.num_columns, case.heads, dtype=torch.float64)
-    rows = fused.row_table(call, plan)
+    rows = host.row_table(call, plan)
     return list(
         launches(
-            accumulator, call.query, call.key, fused.tokens_of(call, settings), rows, plan.live, call.attn_mask,
+            accumulator, call.query, call.key, host.tokens_of(call, settings), rows, plan.live, call.attn_mask,
             call.key_padding_mask, call.sinks, direction_table(), call.scale, call.softcap or 0.0, call.tau,
             settings.fd_epsilon, 0, 1, settings.top_n, settings.tokens != "value_raw", ",".join(packing.metrics),
         )

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import attnmon
-from attnmon.calls import make_call
+from attnmon.call import make_call
 from attnmon.stats.api import measure
 from attnmon.stats.packing import Packing
 from attnmon.stats.plan import make_plan

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnmon.calls import make_call
+from attnmon.call import make_call
 from attnmon.stats.api import measure as measure_call
 from attnmon.stats.packing import Packing
 from attnmon.stats.plan import make_plan

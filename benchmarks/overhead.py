@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import attnmon
-from attnmon.accumulator import Accumulator
 from attnmon.capture.recorder import Recorder
 from attnmon.capture.reporter import Reporter
+from attnmon.run.accumulator import Accumulator
 from benchmarks.cases import OverheadCase
 
 VARIANTS = ("off", "on", "idle", "eager")

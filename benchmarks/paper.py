@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from attnmon.theory.paper.capture import check_causal
-from attnmon.theory.paper.command import settings_of
-from attnmon.theory.paper.model import Subject, prepare
-from attnmon.theory.paper.options import LENGTHS, Options
-from attnmon.theory.paper.runner import run_units
-from attnmon.theory.paper.store import Store
+from attnmon.paper.capture import check_causal
+from attnmon.paper.command import settings_of
+from attnmon.paper.model import Subject, prepare
+from attnmon.paper.options import LENGTHS, Options
+from attnmon.paper.runner import run_units
+from attnmon.paper.store import Store
 
 PAPER_MINUTES = {
     "distance-length": 24.0,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from attnmon.cli import COMMANDS
+from attnmon.commands.cli import COMMANDS
 from attnmon.metrics import METRICS
 
 ROOT = Path(__file__).resolve().parents[1]

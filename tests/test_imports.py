@@ -15,47 +15,41 @@ LEVELS = {
     "errors": 0,
     "types": 0,
     "metrics": 0,
-    "mods": 0,
-    "calls": 0,
+    "flex_mods": 0,
+    "call": 0,
     "stats": 1,
     "capture": 1,
     "rules": 1,
     "writers": 1,
-    "accumulator": 2,
-    "pending": 2,
-    "reducer": 2,
-    "ranks": 2,
-    "monitor": 2,
-    "options": 2,
+    "run": 2,
     "lightning": 3,
     "huggingface": 3,
-    "cli": 4,
-    "demo": 4,
-    "doctor": 4,
-    "theory": 4,
-    "__init__": 5,
+    "theory": 3,
+    "paper": 4,
+    "commands": 5,
+    "__init__": 6,
 }
 APART = {1, 3}  # parts of these levels never import one another
 
 # Where each optional third-party package may appear. Everything else that is imported must be a core dependency.
 OPTIONAL = {
     "lightning": {"attnmon.lightning"},
-    "pytorch_lightning": {"attnmon.lightning", "attnmon.demo"},
+    "pytorch_lightning": {"attnmon.lightning", "attnmon.commands.demo"},
     "tensorboard": {"attnmon.writers.tensorboard"},
     "PIL": {"attnmon.writers.heatmap"},
     "transformers": {
         "attnmon.huggingface",
-        "attnmon.demo",
-        "attnmon.capture.registry",
-        "attnmon.theory.paper.model",
-        "attnmon.theory.paper.small_model",
+        "attnmon.commands.demo",
+        "attnmon.capture.routes.transformers_registry",
+        "attnmon.paper.model",
+        "attnmon.paper.small_model",
     },
-    "triton": {f"attnmon.stats.triton_{part}" for part in ("fields", "math", "tiles", "keys", "rows", "finish")},
+    "triton": {f"attnmon.stats.fused.{part}" for part in ("fields", "math", "tiles", "keys", "merge", "finish")},
     "scipy": {"attnmon.theory.critical"},
-    "matplotlib": {"attnmon.theory.paper.figures", "attnmon.theory.paper.report", "attnmon.theory.paper.from_run"},
-    "jinja2": {"attnmon.theory.paper.page"},
-    "rich": {"attnmon.theory.paper.progress"},
-    "pyarrow": {"attnmon.theory.paper.store"},
+    "matplotlib": {"attnmon.paper.figures", "attnmon.paper.report", "attnmon.paper.from_run"},
+    "jinja2": {"attnmon.paper.page"},
+    "rich": {"attnmon.paper.progress"},
+    "pyarrow": {"attnmon.paper.store"},
     "entmax": {"attnmon.theory.normalizers"},
 }
 CORE = {"torch", "numpy", "attnmon"}
@@ -123,7 +117,7 @@ def test_imports_go_one_way(module):
 
 @pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("attnmon.stats")])
 def test_only_the_api_imports_implementations(module):
-    implementations = {f"attnmon.stats.{name}" for name in ("reference", "streaming", "triton_kernel")}
+    implementations = {f"attnmon.stats.{name}" for name in ("reference", "streaming.measure", "fused.launch")}
     found = {
         (implementation, top_level)
         for name, _, top_level in imports(MODULES[module])
@@ -205,7 +199,7 @@ def test_the_theory_needs_scipy_and_entmax_only_where_they_are_used():
 
 @pytest.mark.parametrize("command", [["demo"], ["demo", "--help"], ["paper"], ["paper", "--help"], ["--help"]])
 def test_the_command_line_without_extras(command):
-    done = run_blocked(f"from attnmon.cli import main\nsys.exit(main({command!r}))")
+    done = run_blocked(f"from attnmon.commands.cli import main\nsys.exit(main({command!r}))")
     if "--help" in command:
         assert done.returncode == 0, done.stderr
     else:

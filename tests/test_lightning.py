@@ -479,7 +479,7 @@ def test_a_broken_reducer_does_not_end_the_fit(lightning, tmp_path, monkeypatch)
     def broken(*args, **kwargs):
         raise RuntimeError("no reduction today")
 
-    monkeypatch.setattr("attnmon.reducer.measure", broken)
+    monkeypatch.setattr("attnmon.run.backend_choice.measure", broken)
     callback = AttentionMonitor(**SMALL)
     trainer = trainer_of(lightning, tmp_path, callback)
     with warnings.catch_warnings(record=True) as caught:

@@ -181,7 +181,7 @@ def test_a_reducer_that_fails_leaves_training_bit_identical(attention, monkeypat
         raise RuntimeError("no reduction today")
 
     expected = bare_run(attention, "plain")
-    monkeypatch.setattr("attnmon.reducer.measure", broken)
+    monkeypatch.setattr("attnmon.run.backend_choice.measure", broken)
     seed()
     model = gpt2(attention)
     before = fingerprint(model)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from attnmon.capture.torch_calls import CallMode
+from attnmon.capture.routes.torch_calls import CallMode
 
 _ours: weakref.WeakSet[CallMode] = weakref.WeakSet()
 _orphans: weakref.WeakSet[CallMode] = weakref.WeakSet()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attnmon.capture.below import below_modes, plain
 from attnmon.capture.coverage import Site
-from attnmon.capture.protocols import Observer
+from attnmon.capture.observe import Observer
 from attnmon.errors import UnsupportedAttention
 
 HELD_BYTES = 256 << 20

@@ -9,26 +9,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnmon.capture import flex, process, traced
-from attnmon.capture.axes import Entered
+from attnmon.capture.compiled import operators as traced
+from attnmon.capture.compiled.emitted import TracedCalls, TracedSoftmax
+from attnmon.capture.compiled.replay import Replay
 from attnmon.capture.coverage import CoverageRecord, Site
-from attnmon.capture.eager import EagerTracker
-from attnmon.capture.eager_calls import EagerCalls
-from attnmon.capture.entmax import EntmaxPatch
 from attnmon.capture.fast_path import StockLayers, may_fuse
-from attnmon.capture.flash import FlashPatch
-from attnmon.capture.flex import FlexPatch
+from attnmon.capture.frames import Frame, Running, hidden_of, in_backward
 from attnmon.capture.hooks import AfterForward, BeforeForward, HookPair, free_key
 from attnmon.capture.mode_stack import Place, ours_here
 from attnmon.capture.notes import Notes
-from attnmon.capture.protocols import Observer, Patch
-from attnmon.capture.registry import RegistryPatch
-from attnmon.capture.replay import Replay
+from attnmon.capture.observe import Observer, Patch
+from attnmon.capture.patching import process_wide as process
 from attnmon.capture.reporter import Reporter
-from attnmon.capture.running import Frame, Running, hidden_of, in_backward
+from attnmon.capture.routes import flex
+from attnmon.capture.routes.eager_calls import EagerCalls
+from attnmon.capture.routes.eager_tracker import EagerTracker
+from attnmon.capture.routes.entmax import EntmaxPatch
+from attnmon.capture.routes.flash import FlashPatch
+from attnmon.capture.routes.flex import FlexPatch
+from attnmon.capture.routes.head_axes import Entered
+from attnmon.capture.routes.torch_calls import CallMode
+from attnmon.capture.routes.transformers_registry import RegistryPatch
 from attnmon.capture.sites import by_name, coverage_of, find_sites
-from attnmon.capture.torch_calls import CallMode
-from attnmon.capture.traced_calls import TracedCalls, TracedSoftmax
 from attnmon.errors import UnsupportedAttention
 
 

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from attnmon.calls import make_call
-from attnmon.capture.arguments import without_wrapping
+from attnmon.call import make_call
 from attnmon.capture.below import autocast_dtype, below_modes, plain
+from attnmon.capture.compiled.emitted import TracedCalls
 from attnmon.capture.coverage import Site
+from attnmon.capture.frames import Context, Frame, Running, in_backward
 from attnmon.capture.notes import Notes
-from attnmon.capture.protocols import Describe, Observer
-from attnmon.capture.running import Context, Frame, Running, in_backward
+from attnmon.capture.observe import Describe, Observer
+from attnmon.capture.routes.arguments import without_wrapping
+from attnmon.capture.routes.torch_calls import ROUTES, Described, Route
 from attnmon.capture.sites import Watched
-from attnmon.capture.torch_calls import ROUTES, Described, Route
-from attnmon.capture.traced_calls import TracedCalls
 from attnmon.errors import UnsupportedAttention
 
 if TYPE_CHECKING:
-    from attnmon.capture.entmax import Normalised
+    from attnmon.capture.routes.entmax import Normalised
 
 
 NOT_FUSED = (
@@ -102,7 +102,7 @@ class Reporter:
         *,
         opaque: bool = True,
     ) -> Any:
-        """See ``attnmon.capture.protocols.Caller``."""
+        """See ``attnmon.capture.observe.Caller``."""
         running = self._running
         if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling():
             return original(*args, **kwargs)  # the compiler runs a graph that was traced before
@@ -132,7 +132,7 @@ class Reporter:
         kwargs: Mapping[str, Any],
         describe: Callable[[Any], Normalised],
     ) -> Any:
-        """See ``attnmon.capture.protocols.Caller``."""
+        """See ``attnmon.capture.observe.Caller``."""
         running = self._running
         running.suppressed += 1
         try:
@@ -203,7 +203,7 @@ def observe_described(observer: Observer, site: Site, route: str, described: Des
     """Have a call measured.
 
     Args:
-        described: arguments of ``attnmon.calls.make_call``.
+        described: arguments of ``attnmon.call.make_call``.
         hidden: the hidden states [B, L, E] that entered its module, if they are wanted.
     """
     if hidden is not None and described["key"].shape[0] == hidden.shape[0]:

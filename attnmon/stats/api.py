@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnmon.calls import make_call
+from attnmon.call import make_call
 from attnmon.errors import AttnmonError, UnsupportedAttention
 from attnmon.metrics import METRICS
-from attnmon.stats import fused
+from attnmon.stats.fused import host
 from attnmon.stats.packing import Packing
 from attnmon.stats.plan import Plan, make_plan
 from attnmon.stats.settings import BACKENDS, Settings
@@ -132,7 +132,7 @@ def measure(
 
     While training the arithmetic is float32; ``attention_stats`` has the time for float64, which "torch" alone does.
     """
-    implementation = {"torch": "streaming", "triton": "triton_kernel"}[backend]
+    implementation = {"torch": "streaming.measure", "triton": "fused.launch"}[backend]
     module = import_module(f"attnmon.stats.{implementation}")
     packed: Tensor = module.measure(call, settings, plan, packing, dtype)
     return packed
@@ -152,12 +152,12 @@ def resolve_backend(backend: str, device: torch.device | None = None) -> str:
     if backend not in BACKENDS:
         raise AttnmonError(f"backend must be one of {', '.join(map(repr, BACKENDS))}; got {backend!r}")
     if backend == "triton":
-        reason = fused.unavailable(device)
+        reason = host.unavailable(device)
         if reason is not None:
             raise AttnmonError(f"backend='triton' cannot run: {reason}. Use backend='auto' or 'torch'")
         return "triton"
     on_gpu = backend == "auto" and device is not None and device.type == "cuda"
-    return "triton" if on_gpu and fused.unavailable(device) is None else "torch"
+    return "triton" if on_gpu and host.unavailable(device) is None else "torch"
 
 
 def choose_backend(backend: str, call: AttentionCall, settings: Settings) -> str:
@@ -170,7 +170,7 @@ def choose_backend(backend: str, call: AttentionCall, settings: Settings) -> str
     source = call.query if call.query is not None else call.logits
     assert source is not None
     chosen = resolve_backend(backend, source.device)
-    reason = fused.unsupported(call, settings) if chosen == "triton" else None
+    reason = host.unsupported(call, settings) if chosen == "triton" else None
     if reason is None:
         return chosen
     if backend == "triton":

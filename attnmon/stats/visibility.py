@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnmon.mods import mask_rows
+from attnmon.flex_mods import mask_rows
 from attnmon.types import AttentionCall
 
 MASKED_BIAS = -1e8

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from attnmon.errors import AttnmonError
 from attnmon.stats.directions import direction_start, direction_windows
-from attnmon.stats.jacobian import EIGENVALUE_CANDIDATES, SecularRoot
-from attnmon.stats.selection import largest, leading
+from attnmon.stats.streaming.eigenvalue import EIGENVALUE_CANDIDATES, SecularRoot
+from attnmon.stats.streaming.top_keys import largest, leading
 from attnmon.theory.rows import visible_mask
 
 _REFINEMENTS = 4  # quadratic convergence: from the live solver's float32 accuracy to that of float64

@@ -2,8 +2,8 @@
 
 A row is one query's weights p over its n visible keys; x_i is key i's vector, y_i = p_i x_i. Sums and distances come
 from products (x_i . v, |x_i|^2) in float64, not from [rows, keys, E] differences; rows in which that cancels are
-recomputed from difference vectors. As in ``attnmon.stats.geometry``, distances from one centre c are ordered by their
-excess |a_i x_i - c|^2 - |c|^2 = a_i (a_i |x_i|^2 - 2 c.x_i), which keeps its digits where a_i is tiny.
+recomputed from difference vectors. As in ``attnmon.stats.streaming.separation``, distances from one centre c are
+ordered by their excess |a_i x_i - c|^2 - |c|^2 = a_i (a_i |x_i|^2 - 2 c.x_i), which keeps its digits where a_i is tiny.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attnmon.errors import AttnmonError
-from attnmon.stats.selection import largest
+from attnmon.stats.streaming.top_keys import largest
 
 _CANCELS = 1e-6  # of min |a x - c|^2 / |c|^2: closer, the product form has fewer than nine digits
 _EXACT_ELEMENTS = 1 << 22  # of [rows, n, E] differences at a time

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import attnmon
+import attnmon.capture.compiled.emitted
 import attnmon.capture.recorder
-import attnmon.capture.traced_calls
 from tests.capture.attention_kinds import HEADS, KINDS, WIDTH, calls, hooks, inputs
 from tests.capture.weights import EVERYTHING, assert_heads
 
@@ -184,7 +184,7 @@ PLACES = {
     "enter": (attnmon.capture.recorder.Recorder, "enter"),
     "frame": (attnmon.capture.recorder.Recorder, "_frame"),
     "leave": (attnmon.capture.recorder.Recorder, "leave"),
-    "operator": (attnmon.capture.traced_calls.TracedCalls, "_call"),
+    "operator": (attnmon.capture.compiled.emitted.TracedCalls, "_call"),
 }
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import attnmon
-from attnmon.capture.products import contracted_size, values_of
+from attnmon.capture.routes.contractions import contracted_size, values_of
 from tests.capture.weights import EVERYTHING, assert_heads, entropy, jacobian, of_rows, randomise, watched
 
 B, H, L, D = 3, 4, 12, 6

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import attnmon
-from attnmon.capture.eager import EagerTracker
-from attnmon.capture.entmax import describe_normaliser
+from attnmon.capture.routes.eager_tracker import EagerTracker
+from attnmon.capture.routes.entmax import describe_normaliser
 from tests.helpers import assert_stats_close
 from tests.stats.weights_oracle import weight_stats
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import attnmon
-from attnmon.capture.replacement import LIVING, Replacement
+from attnmon.capture.patching.replacement import LIVING, Replacement
 from tests.capture.flash_kernel import Kernel
 from tests.capture.weights import EVERYTHING, assert_heads, entropy, watched
 
@@ -209,7 +209,7 @@ def test_equal_boundaries_in_two_tensors(package):
 
 
 def test_long_alibi_is_not_written_out(package, monkeypatch):
-    monkeypatch.setattr("attnmon.capture.flash._DENSE_ELEMENTS", 1)
+    monkeypatch.setattr("attnmon.capture.routes.flash._DENSE_ELEMENTS", 1)
     model = package[1].Model(causal=True, alibi_slopes=torch.tensor([0.5, 0.25, 0.125, 0.0625]))
     assert_measured(package, model, inputs(), route="flash_attn_func")
 

@@ -10,10 +10,10 @@ from torch.nn.attention import flex_attention as flex_module
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import attnmon
-from attnmon.calls import make_call
-from attnmon.capture.flex import _listed_blocks, mask_of, rows_in_graph
+from attnmon.call import make_call
+from attnmon.capture.routes.flex import _listed_blocks, mask_of, rows_in_graph
 from attnmon.errors import UnsupportedAttention
-from attnmon.mods import differs_by_head, mask_rows
+from attnmon.flex_mods import differs_by_head, mask_rows
 from attnmon.stats import reference
 from tests.helpers import assert_stats_close
 from tests.stats.oracle import training_stats

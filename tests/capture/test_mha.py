@@ -241,7 +241,7 @@ def test_few_sequences_are_projected():
         return linear(tensor, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("attnmon.capture.torch_calls.F.linear", counting)
+        patch.setattr("attnmon.capture.routes.torch_calls.F.linear", counting)
         snapshot, _ = watched(model, x, x, x, options={"sequences": 2})
     assert sizes[-3:] == [2, 2, 2]
     assert (snapshot.rows["mha"] == 2 * L).all()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import attnmon
-from attnmon.capture.replacement import Replacement
+from attnmon.capture.patching.replacement import Replacement
 from tests.capture.flash_kernel import Kernel, over_sdpa
 from tests.capture.weights import EVERYTHING, assert_heads, entropy, watched
 
@@ -126,7 +126,7 @@ def test_a_window_counts_tokens_not_padding_between_them(kernel, dense, monkeypa
     mask = torch.ones(2, 12, dtype=torch.bool)
     mask[0, 4:7] = mask[1, 2] = mask[1, 9:] = False
     if not dense:
-        monkeypatch.setattr("attnmon.capture.registry._DENSE_ELEMENTS", 1)
+        monkeypatch.setattr("attnmon.capture.routes.transformers_registry._DENSE_ELEMENTS", 1)
     assert_measured(Toy(sliding_window=3), kernel, inputs(), mask, valid=mask)
 
 

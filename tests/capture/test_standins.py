@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from attnmon.capture.standins import chain, retire, stand_before, standing, take_up
+from attnmon.capture.patching.standins import chain, retire, stand_before, standing, take_up
 
 
 def stand_in_for(function):

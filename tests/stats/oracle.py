@@ -17,14 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnmon.calls import make_call
+from attnmon.call import make_call
 from attnmon.metrics import METRICS
 from attnmon.stats import attention_stats, reference
 from attnmon.stats.api import measure
-from attnmon.stats.finite_step import EXPM1_LIMIT
 from attnmon.stats.packing import Packing
 from attnmon.stats.plan import make_plan
 from attnmon.stats.settings import Settings
+from attnmon.stats.streaming.finite_step import EXPM1_LIMIT
 from attnmon.types import EXCLUSION_REASONS, AttentionCall
 from tests.helpers import call_id
 

@@ -11,8 +11,9 @@ from torch.nn.functional import pad
 
 from attnmon.errors import AttnmonError
 from attnmon.metrics import METRICS
-from attnmon.stats import attention_stats, reference, scratch
+from attnmon.stats import attention_stats, reference
 from attnmon.stats.packing import Packing
+from attnmon.stats.streaming import scratch
 from tests.helpers import assert_stats_close, call_id, draw_call
 from tests.stats.oracle import counts_of, packed, training_stats
 

@@ -12,7 +12,7 @@ from attnmon.stats.packing import Packing
 from attnmon.stats.plan import make_plan
 from attnmon.stats.reference import _softmax, largest_eigenvalue, secular_eigenvalue
 from attnmon.stats.settings import Settings
-from attnmon.stats.streaming import measure
+from attnmon.stats.streaming.measure import measure
 from attnmon.types import AttentionCall
 
 

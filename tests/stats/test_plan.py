@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmon.calls import make_call
+from attnmon.call import make_call
 from attnmon.stats.packing import Packing
 from attnmon.stats.plan import make_plan
 from attnmon.stats.settings import Settings
-from attnmon.stats.streaming import measure
+from attnmon.stats.streaming.measure import measure
 from attnmon.types import AttentionCall
 from tests.stats.oracle import counts_of, packed
 

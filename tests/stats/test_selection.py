@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attnmon.stats import selection
-from attnmon.stats.selection import largest
+from attnmon.stats.streaming import top_keys as selection
+from attnmon.stats.streaming.top_keys import largest
 
 FLOOR = -1e29
 

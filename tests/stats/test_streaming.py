@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from attnmon.stats import attention_stats, reference, rows, selection, streaming
-from attnmon.stats.finite_step import EXPM1_LIMIT
+from attnmon.stats import attention_stats, reference
 from attnmon.stats.plan import make_plan
+from attnmon.stats.streaming import measure as streaming
+from attnmon.stats.streaming import softmax_rows as rows
+from attnmon.stats.streaming import top_keys as selection
+from attnmon.stats.streaming.finite_step import EXPM1_LIMIT
 from attnmon.types import AttentionCall
 from tests.helpers import MASK_KINDS, assert_stats_close, call_id, draw_call
 from tests.stats.oracle import as_call, assert_expected, check, counts_of, expect, packed, training_stats

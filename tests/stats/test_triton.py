@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from attnmon.errors import AttnmonError
-from attnmon.stats import fused
 from attnmon.stats.api import choose_backend, resolve_backend
+from attnmon.stats.fused import host
 from attnmon.stats.settings import Settings
 from tests.helpers import draw_call
 from tests.stats.oracle import as_call
@@ -43,7 +43,7 @@ def test_kernels_in_the_interpreter(group):
 
 @pytest.fixture
 def _compiler():
-    if fused.interpreted():
+    if host.interpreted():
         pytest.fail("TRITON_INTERPRET is set: kernels cannot be compiled in this process")
 
 
@@ -75,7 +75,7 @@ def test_kernels_compile_without_a_device(name, target):
 def test_calls_that_the_kernels_do_not_take():
     settings = Settings.create()
     call = as_call(draw_call(3, q_len=9, k_len=9, dtype=torch.float32, mask="float", packed=False))
-    assert fused.unsupported(call, settings) is None
+    assert host.unsupported(call, settings) is None
     logits = torch.zeros(1, 1, 2, 2)
     refused = {
         "logits without queries": replace(call, logits=logits),
@@ -88,9 +88,9 @@ def test_calls_that_the_kernels_do_not_take():
         "head_dim 512": replace(call, head_dim=512),
     }
     for reason, other in refused.items():
-        assert reason in str(fused.unsupported(other, settings))
-    assert "top_n 65" in str(fused.unsupported(call, Settings.create(top_n=65)))
-    assert fused.unsupported(replace(call, value=call.value.double()), Settings.create(metrics="entropy")) is None
+        assert reason in str(host.unsupported(other, settings))
+    assert "top_n 65" in str(host.unsupported(call, Settings.create(top_n=65)))
+    assert host.unsupported(replace(call, value=call.value.double()), Settings.create(metrics="entropy")) is None
 
 
 def test_the_choice_of_a_backend(monkeypatch):
@@ -107,7 +107,7 @@ def test_the_choice_of_a_backend(monkeypatch):
     assert resolve_backend("triton", cpu) == resolve_backend("triton") == "triton"
     call = as_call(draw_call(3, q_len=9, k_len=9, dtype=torch.float32))
     assert choose_backend("auto", call, Settings.create()) == "torch"
-    monkeypatch.setattr(fused, "_has_triton", lambda: False)
+    monkeypatch.setattr(host, "_has_triton", lambda: False)
     assert resolve_backend("auto", cuda) == "torch"
     with pytest.raises(AttnmonError, match=r"pip install 'attnmon\[triton\]'"):
         resolve_backend("triton", cuda)
@@ -116,7 +116,7 @@ def test_the_choice_of_a_backend(monkeypatch):
 @pytest.mark.parametrize("heads", [1, 4, 48, 500])
 @pytest.mark.parametrize("num_keys", [1, 100, 1024, 8192, 10**6])
 def test_splits_fill_the_device_and_no_more(heads, num_keys):
-    splits = fused.choose_splits(heads, num_keys, 132)
+    splits = host.choose_splits(heads, num_keys, 132)
     assert splits & (splits - 1) == 0
     assert 1 <= splits <= 32
     assert splits == 1 or num_keys / splits >= 256

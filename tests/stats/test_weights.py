@@ -10,7 +10,7 @@ from attnmon.stats.api import measure
 from attnmon.stats.packing import Packing
 from attnmon.stats.plan import make_plan
 from attnmon.stats.settings import Settings
-from attnmon.stats.weights import largest_sensitivity
+from attnmon.stats.streaming.weight_rows import largest_sensitivity
 from attnmon.types import AttentionCall
 from tests.helpers import assert_stats_close
 from tests.stats.weights_oracle import exact_entmax, weight_stats

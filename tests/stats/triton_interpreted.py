@@ -15,8 +15,10 @@ import torch
 
 import attnmon
 from attnmon.errors import UnsupportedAttention
-from attnmon.stats import api, attention_stats, fused, triton_kernel
+from attnmon.stats import api, attention_stats
 from attnmon.stats.directions import direction_table
+from attnmon.stats.fused import host
+from attnmon.stats.fused import launch as triton_kernel
 from attnmon.stats.packing import Packing
 from attnmon.stats.plan import make_plan
 from attnmon.stats.settings import Settings
@@ -26,26 +28,26 @@ from tests.stats.oracle import SETTINGS, as_call, assert_expected, counts_of, ex
 
 PLAIN = streaming_cases.PLAIN
 DTYPES = streaming_cases.DTYPES
-PRODUCTION_TILES = fused.tiles
+PRODUCTION_TILES = host.tiles
 
 
 def setup_module():
-    assert fused.interpreted(), "run by test_triton.py, with TRITON_INTERPRET=1"
+    assert host.interpreted(), "run by test_triton.py, with TRITON_INTERPRET=1"
     torch.set_num_threads(1)
 
 
 def big_tiles(num_rows, head_dim, width, *rest):
     cut = PRODUCTION_TILES(num_rows, head_dim, width, *rest)
-    rows = min(256, max(16, fused.power_of_two(num_rows)))
-    whole = fused.power_of_two(width)
+    rows = min(256, max(16, host.power_of_two(num_rows)))
+    whole = host.power_of_two(width)
     return replace(
-        cut, BM=rows, BR=256, BF=256, BD=max(16, fused.power_of_two(head_dim)), BE=max(16, whole), BG=whole
+        cut, BM=rows, BR=256, BF=256, BD=max(16, host.power_of_two(head_dim)), BE=max(16, whole), BG=whole
     )  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def _big_tiles(monkeypatch):
-    monkeypatch.setattr(fused, "tiles", big_tiles)
+    monkeypatch.setattr(host, "tiles", big_tiles)
 
 
 @pytest.fixture
@@ -53,7 +55,7 @@ def splits(monkeypatch):
     """Cuts the keys into so many parts."""
 
     def set_splits(number):
-        monkeypatch.setattr(fused, "choose_splits", lambda *_: number)
+        monkeypatch.setattr(host, "choose_splits", lambda *_: number)
 
     return set_splits
 
@@ -213,8 +215,8 @@ def test_edge_cases(monkeypatch, case, arguments):
 @group("edges")
 @pytest.mark.parametrize("ratio", [0.5, 4.99, 5.01, 40.0, 3000.0])
 def test_steps_of_any_size(monkeypatch, splits, ratio):
-    """Around ``fused.LARGE_STEP``, and where moved weights overflow."""
-    assert fused.LARGE_STEP == 5.0
+    """Around ``host.LARGE_STEP``, and where moved weights overflow."""
+    assert host.LARGE_STEP == 5.0
     splits(2)
     monkeypatch.setattr(streaming_cases, "check", check)
     streaming_cases.test_steps_around_the_expm1_limit(ratio, 2.0 if ratio in (4.99, 40.0) else None)
@@ -303,12 +305,12 @@ def test_many_launches_splits_and_tiles_give_the_same(monkeypatch, splits):
         splits(parts)
         agrees()
     splits(2)
-    monkeypatch.setattr(fused, "SCRATCH_BYTES", 20_000)
+    monkeypatch.setattr(host, "SCRATCH_BYTES", 20_000)
     agrees()
-    monkeypatch.setattr(fused, "SCRATCH_BYTES", 1 << 26)
-    monkeypatch.setattr(fused, "tiles", lambda *a: replace(PRODUCTION_TILES(*a), BD=16, BE=16, BG=4))  # many chunks
+    monkeypatch.setattr(host, "SCRATCH_BYTES", 1 << 26)
+    monkeypatch.setattr(host, "tiles", lambda *a: replace(PRODUCTION_TILES(*a), BD=16, BE=16, BG=4))  # many chunks
     agrees()
-    monkeypatch.setattr(fused, "tiles", PRODUCTION_TILES)
+    monkeypatch.setattr(host, "tiles", PRODUCTION_TILES)
     agrees()
 
 
@@ -336,7 +338,7 @@ def _operator_arguments(rows=4):
     accumulator[packing.num_sums :] = -math.inf
     live = None if plan.live is None else plan.live.contiguous()
     return packing, (
-        accumulator, prepared.query, prepared.key, prepared.value, fused.row_table(prepared, plan), live, None, None,
+        accumulator, prepared.query, prepared.key, prepared.value, host.row_table(prepared, plan), live, None, None,
         None, direction_table(), prepared.scale, 0.0, prepared.tau, 0.1, 0, 1, 2, True, ",".join(packing.metrics),
     )  # fmt: skip
 

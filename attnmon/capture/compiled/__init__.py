@@ -1,0 +1,1 @@
+"""Attention calls inside compiled graphs."""

@@ -1,0 +1,79 @@
+"""What the parts of capture ask of one another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor, nn
+
+from attnmon.capture.coverage import Site
+from attnmon.capture.routes.torch_calls import Described
+from attnmon.types import AttentionCall
+
+if TYPE_CHECKING:
+    from attnmon.capture.routes.entmax import Normalised
+
+
+Describe = Callable[[tuple[Any, ...], Mapping[str, Any]], Described]
+"""(args, kwargs) of a call -> what it is made of."""
+
+
+class Observer(Protocol):
+    """Who is told of calls; it computes, and keeps nothing of a call."""
+
+    def observe(self, site: Site, call: AttentionCall) -> None:
+        """Measure a call now."""
+
+    def choose(self, site: Site, batch: int) -> slice:
+        """The sequences that would be sampled of a call, for routes that have to project them first."""
+
+    def sample(self, site: Site, call: AttentionCall) -> Any:
+        """Measure a call whose values will come later: take what is needed of its logits, return a token."""
+
+    def complete(self, site: Site, token: Any, value: Tensor | None) -> None:
+        """The values of a sampled call, or None."""
+
+    def fault(self, site: Site, error: Exception) -> None:
+        """A call could not be measured."""
+
+
+class Caller(Protocol):
+    """Whom replaced functions go through."""
+
+    def call_through(
+        self,
+        route: str,
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        describe: Describe,
+        module: nn.Module | None = None,
+        *,
+        opaque: bool = True,
+    ) -> Any:
+        """Run a replaced function as it was, and note the call for ``describe`` to tell of.
+
+        Torch calls inside the function are not reported: they are this call. The call belongs to ``module`` if it
+        is watched, otherwise to the innermost watched module. If the function is not ``opaque``, torch calls inside
+        are reported as anywhere else, and ``describe`` is asked only where none was seen.
+        """
+
+    def normalise_through(
+        self,
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        describe: Callable[[Any], Normalised],
+    ) -> Any:
+        """Run a function that stands in softmax's place, and tell the innermost module's tracker what it made."""
+
+
+class Patch(Protocol):
+    """Functions that no torch-level mode sees, replaced during a measured step by ones that call them and tell."""
+
+    def install(self) -> None:
+        """Replace; every reference is as before after ``remove``."""
+
+    def remove(self) -> None:
+        """Put back."""

@@ -1,0 +1,1 @@
+"""Functions that are replaced while a step is measured."""

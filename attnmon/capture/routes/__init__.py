@@ -1,0 +1,1 @@
+"""One file for each way in which models call attention."""

@@ -1,0 +1,116 @@
+"""Sparse normalisers in the place of softmax: the functions of the entmax package, in eager code.
+
+They are no torch functions, and their modules (``Sparsemax``, ``Entmax15``, ``EntmaxBisect``) call them, so they are
+replaced by ones that call them and hand the weights to whoever follows the module's arithmetic. The package is never
+imported here: where nobody else did, there is nothing to replace.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+from torch import Tensor
+
+from attnmon.capture.observe import Caller
+from attnmon.capture.patching.rebind import Rebinding
+
+_PARAMETERS = {
+    "sparsemax": ("X", "dim", "k"),
+    "entmax15": ("X", "dim", "k"),
+    "sparsemax_bisect": ("X", "dim", "n_iter", "ensure_sum_one"),
+    "entmax_bisect": ("X", "alpha", "dim", "n_iter", "ensure_sum_one"),
+    "normmax_bisect": ("X", "alpha", "dim", "n_iter"),
+    "budget_bisect": ("X", "budget", "dim", "n_iter"),
+}
+_ALPHA = {"sparsemax": 2.0, "entmax15": 1.5, "sparsemax_bisect": 2.0}
+_OTHER_FAMILIES = ("normmax_bisect", "budget_bisect")
+
+
+@dataclass(frozen=True, slots=True)
+class Normalised:
+    """What a normaliser other than softmax made of some scores.
+
+    Attributes:
+        name: of the function; the call's route.
+        source, weights: what it was given and what it returned, [..., Lq, Lk].
+        dim: the axis it was asked to normalise.
+        alpha: a number, or [H or 1] by head.
+        function: (logits, alpha) -> weights over the last axis.
+        trouble: why this cannot be measured; "" otherwise.
+    """
+
+    name: str
+    source: Any
+    weights: Any
+    dim: Any
+    alpha: float | Tensor
+    function: Callable[[Tensor, float | Tensor], Tensor]
+    trouble: str = ""
+
+
+def _present() -> Mapping[str, Any]:
+    package = sys.modules.get("entmax")
+    return {name: getattr(package, name) for name in _PARAMETERS if hasattr(package, name)}
+
+
+class EntmaxPatch(Rebinding):
+    """Replaces the normalisers wherever a module holds them."""
+
+    def __init__(self, recorder: Caller) -> None:
+        self._recorder = recorder
+        super().__init__(_present, self._replacement)
+
+    def _replacement(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        recorder = self._recorder
+
+        @wraps(original)
+        def normaliser(*args: Any, **kwargs: Any) -> Any:
+            return recorder.normalise_through(
+                original, args, kwargs, lambda weights: describe_normaliser(name, original, args, kwargs, weights)
+            )
+
+        return normaliser
+
+
+def describe_normaliser(
+    name: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], weights: Any
+) -> Normalised:
+    """One call of the function ``name`` of the entmax package and its result."""
+    given = {**dict(zip(_PARAMETERS[name], args, strict=False)), **kwargs}
+    source, trouble = given["X"], ""
+    options = {"k": given["k"]} if given.get("k") is not None else {}
+    alpha: float | Tensor = _ALPHA.get(name, 1.0)
+    if name in _OTHER_FAMILIES:
+        trouble = f"{name} makes weights whose Jacobian attnmon does not know"
+    elif name == "entmax_bisect":
+        by_head = _by_head(given.get("alpha", 1.5), source)
+        if by_head is None:
+            trouble = "entmax_bisect with an alpha that differs within a head"
+        else:
+            alpha = by_head
+
+    def function(logits: Tensor, alpha: float | Tensor) -> Tensor:
+        if name == "entmax_bisect":
+            options["alpha"] = alpha
+        result: Tensor = original(logits, dim=-1, **options)
+        return result
+
+    return Normalised(name, source, weights, given.get("dim", -1), alpha, function, trouble)
+
+
+def _by_head(alpha: Any, source: Any) -> float | Tensor | None:
+    """A number, or [H or 1], from an alpha that broadcasts to scores [B, H, Lq, 1]; None if it says more."""
+    if not isinstance(alpha, Tensor):
+        return float(alpha)
+    given: Tensor = alpha.detach()
+    if given.numel() == 1:
+        return given.reshape(1)
+    if source.dim() != 4 or given.dim() > 4:
+        return None
+    given = given[(None,) * (4 - given.dim())]
+    repeated = [given.shape[axis] == 1 or given.stride(axis) == 0 for axis in (0, 2, 3)]
+    return given[0, :, 0, 0] if all(repeated) else None

@@ -1,0 +1,100 @@
+"""``attnmon paper`` in order: refuse, load or train, measure what is missing, report."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from attnmon.errors import AttnmonError
+from attnmon.paper import small_model
+from attnmon.paper.capture import check_causal
+from attnmon.paper.model import Subject, check_device, context_length, identity_of, load, vocabulary_size
+from attnmon.paper.options import EPSILONS, TEMPERATURES, Options
+from attnmon.paper.progress import bar
+from attnmon.paper.report import write_report
+from attnmon.paper.runner import run_units
+from attnmon.paper.store import Store, check_writable
+from attnmon.paper.text import fingerprint, tokenise
+
+MODEL_FOLDER = "model"
+
+
+def run(options: Options, *, quiet: bool = False) -> list[Path]:
+    """Measure what is not stored yet and write the report; the files, the page last.
+
+    Raises:
+        AttnmonError: the model, the text or the folder does not do; nothing has been written then, but a trained
+            small model.
+    """
+    check_writable(options.out)
+    check_device(options.device)
+    subject = _trained(options, quiet) if options.model is None else _loaded(options)
+    return measure(subject, options, quiet=quiet)
+
+
+def measure(subject: Subject, options: Options, *, quiet: bool = False) -> list[Path]:
+    """The same for a model that is already at hand."""
+    heads = check_causal(subject.model, subject.tokens[0], subject.name, options)
+    store = Store(options.out, settings_of(subject, options), options.restart)
+    run_units(subject, options, store, heads, quiet=quiet)
+    return write_report(subject, options, store)
+
+
+def settings_of(subject: Subject, options: Options) -> dict[str, Any]:
+    """What every unit of a folder depends on; chunks, lengths and experiments may be added to later.
+
+    The longest length is among them, since chunks are that long.
+    """
+    return {
+        "attnmon": version("attnmon"),
+        "model": f"{subject.name} ({subject.identity})",
+        "text": fingerprint(options.text + subject.tokens[0].numpy().tobytes()),
+        "longest length": options.longest,
+        "top_n": list(options.top_n),
+        "length_top_n": options.length_top_n,
+        "draws": options.draws,
+        "tokens": options.tokens,
+        "seed": options.seed,
+        "temperatures": list(TEMPERATURES),
+        "epsilons": list(EPSILONS),
+    }
+
+
+def _loaded(options: Options) -> Subject:
+    name = str(options.model)
+    model, tokenizer = load(name, options.device)
+    _check_context(model, options, name)
+    tokens = tokenise(options, tokenizer, vocabulary_size(model))
+    reading = f"tokenizer of the model ({type(tokenizer).__name__})" if tokenizer is not None else (
+        "read as bytes, one token each, since the model has no tokenizer"
+    )  # fmt: skip
+    return Subject(model, tokens, name, reading, identity_of(model))
+
+
+def _trained(options: Options, quiet: bool) -> Subject:
+    """The small model; its text's end is what it is measured on, the rest what it was trained on."""
+    start = small_model.held_out(options)
+    folder = options.out / MODEL_FOLDER
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise AttnmonError(f"cannot write to --out {options.out}: {error.strerror}") from error
+    title = f"training a small GPT-2 for {options.train_steps} steps"
+    with bar(options.train_steps, title, quiet=quiet) as shown:
+        model = small_model.small_model(
+            options, folder, lambda step, loss: shown.step(1, f"training a small GPT-2, loss {loss:.2f}")
+        )
+    tokens = tokenise(replace(options, text=options.text[start:]), None, vocabulary_size(model))
+    name = f"a small GPT-2 trained on the text for {options.train_steps} steps, seed {options.seed} ({folder})"
+    reading = f"read as bytes, one token each; its last {len(options.text) - start:,} bytes, not trained on"
+    return Subject(model, tokens, name, reading, identity_of(model))
+
+
+def _check_context(model: nn.Module, options: Options, name: str) -> None:
+    limit = context_length(model)
+    if limit is not None and options.longest > limit:
+        raise AttnmonError(f"{name} reads at most {limit} tokens; --lengths asks for {options.longest}")

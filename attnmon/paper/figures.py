@@ -1,0 +1,240 @@
+"""The figures, in the layout of the paper's. Nothing that is false as printed is labelled a bound."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from attnmon.paper.store import Record
+from attnmon.paper.summary import Curve, Line, curve
+from attnmon.theory.jacobian import finite_difference_bound, paper_expression
+
+TRUE, BOUND, EXPECTED, PAPER = "#0072b2", "#444444", "#d55e00", "#999999"
+EPSILON_COLOURS = ("#0072b2", "#009e73", "#d55e00", "#cc79a7")
+NOT_A_BOUND = "the paper's expression (not a bound)"
+
+_STYLE: dict[Any, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 11,
+    "axes.grid": True,
+    "grid.color": "#e4e4e4",
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "svg.hashsalt": "attnmon",  # equal figures are equal files
+}
+
+
+def distances(records: Sequence[Record], x: str, title: str) -> Figure:
+    """d~ of the N largest weights, its bound and the expectation over random sets, over L or N.
+
+    Args:
+        records: of experiment 1 or 2, merged over chunks.
+        x: "length" or "top_n".
+        title: of the figure.
+    """
+    figure, axes = _axes(title, "L, tokens read" if x == "length" else "N, size of the selected set", "distance")
+    for name, label, colour, style in (
+        ("bound", "bound of Theorem 1 (top-N sets)", BOUND, "--"),
+        ("distance", "N largest weights, $\\tilde{d}$", TRUE, "-"),
+        ("expected", "N random keys, E[$\\tilde{d}$]", EXPECTED, "-"),
+    ):
+        _band(axes, curve(records, x, name), label, colour, style)
+    if x == "length":
+        _spaced_lengths(axes, curve(records, x, "distance").x)
+    else:
+        _marked(axes, records, x)
+    axes.set_ylim(bottom=0)
+    axes.legend(title="mean over heads; shaded: middle half", alignment="left", title_fontsize=9)
+    return figure
+
+
+def critical(points: tuple[Any, Any], line: Line | None, none_at: Sequence[int], level: float) -> Figure:
+    """Critical N against L, with a fitted line."""
+    figure, axes = _axes("Critical N against L", "L, tokens read", "critical N")
+    x, y = points
+    axes.plot(x, y, "o", color=TRUE, label=f"first N not separated (KS test, level {level:g})", markersize=7, zorder=3)
+    if len(x):
+        ends = np.array([0.0, max(*x, *none_at, 1)])
+        axes.plot(ends, 0.06 * ends, ":", color=PAPER, label="the paper's observation on GPT-2: 0.06 L")
+        if line is not None:
+            sign = "+" if line.intercept >= 0 else "-"
+            label = f"fitted line: {line.slope:.3f} L {sign} {abs(line.intercept):.1f}"
+            axes.plot(ends, line.slope * ends + line.intercept, "-", color=EXPECTED, label=label)
+    if none_at:
+        axes.plot(none_at, [0.0] * len(none_at), "x", color=BOUND, label="no N up to L/2 (drawn at 0)", markersize=7)
+    axes.set_ylim(bottom=min(0.0, *axes.get_ylim()))
+    axes.set_xlim(left=0, right=1.05 * axes.get_xlim()[1])
+    axes.legend()
+    return figure
+
+
+def separability(records: Sequence[Record]) -> Figure:
+    """N_s / N against N: boxes over heads, the lower bound, and the paper's upper expression."""
+    figure, axes = _axes("Separability against N", "N, size of the selected set", "$N_s$ / N")
+    found = curve(records, "top_n", "separability")
+    places = np.arange(len(found.x))
+    boxes = axes.boxplot(
+        [heads[np.isfinite(heads)] for heads in found.heads],
+        positions=list(places),
+        widths=0.5,
+        patch_artist=True,
+        manage_ticks=False,
+        medianprops={"color": "black"},
+        flierprops={"marker": ".", "markersize": 4, "markeredgecolor": "#777777"},
+    )
+    for box in boxes["boxes"]:
+        box.set(facecolor="#a9cbe4", edgecolor=TRUE)
+    boxes["boxes"][0].set_label("heads (box: middle half, line: median)")
+    lower = curve(records, "top_n", "lower_bound").mean
+    axes.plot(places, lower, "v--", color=BOUND, label="lower bound of Theorem 2, mean over heads")
+    expression = curve(records, "top_n", "paper_expression").mean
+    axes.plot(places, expression, "^:", color=PAPER, label=NOT_A_BOUND)
+    axes.axhspan(0.70, 0.85, color="#f0e442", alpha=0.25, lw=0, label="the paper's observation for N >= 16: 0.70-0.85")
+    axes.set_xticks(places, [f"{n:g}" for n in found.x])
+    axes.set_ylim(min(-0.05, float(np.nanmin(lower)) * 1.05), 1.08)
+    if float(np.nanmin(lower)) < -0.5:  # far below 0 the lower bound says nothing, and would flatten the boxes
+        axes.set_ylim(-0.5, 1.08)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=9)
+    return figure
+
+
+def sensitivity(records: Sequence[Record]) -> Figure:
+    """g(T, eps), the largest head's, against T on logarithmic axes, with the true bound."""
+    figure, axes = _axes("Finite-difference sensitivity g(T, eps)", "T (1 is standard scaled attention)", "g")
+    epsilons = sorted({record["epsilon"] for record in records})
+    temperatures = np.array(sorted({record["temperature"] for record in records}))
+    for epsilon, colour in zip(epsilons, EPSILON_COLOURS, strict=False):
+        of_epsilon = [record for record in records if record["epsilon"] == epsilon]
+        found = curve(of_epsilon, "temperature", "g")
+        axes.plot(found.x, np.nanmax(found.heads, axis=1), "o-", color=colour, label=f"eps = {epsilon:g}")
+        bound = [finite_difference_bound(temperature, epsilon) for temperature in temperatures]
+        label = "bound min(1/(2T), sqrt(2)/eps), by colour" if epsilon == epsilons[-1] else None
+        axes.plot(temperatures, bound, "--", color=colour, linewidth=1.2, label=label)
+    first = [record for record in records if record["epsilon"] == epsilons[0]]
+    norm = np.nanmax(curve(first, "temperature", "jacobian").heads, axis=1)
+    axes.plot(temperatures, norm, "s-", color=BOUND, label="exact spectral norm, mean over rows", markersize=3)
+    axes.plot(
+        temperatures,
+        [paper_expression(temperature) for temperature in temperatures],
+        ":",
+        color=PAPER,
+        label="min(1/(4T), sqrt(2)): false as printed, not a bound",
+    )
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.legend(title="largest over heads of the mean over rows", alignment="left", title_fontsize=9, fontsize=9)
+    return figure
+
+
+def normalizers(records: Sequence[Record]) -> Figure:
+    """Jacobian norm against entropy of each normaliser on the same logits, one dot a head."""
+    figure, axes = _axes("Other normalisers on the same logits", "entropy, nats", "spectral norm of the Jacobian")
+    names = list(dict.fromkeys(record["normaliser"] for record in records))
+    colours = matplotlib.colormaps["tab10"]
+    for number, name in enumerate(names):
+        of_name = [record for record in records if record["normaliser"] == name]
+        axes.plot(
+            [record["entropy"] for record in of_name],
+            [record["jacobian"] for record in of_name],
+            "os^Dv<>Ph*"[number % 10],
+            color=colours(number % 10),
+            label=name,
+            alpha=0.75,
+            linestyle="none",
+        )
+    axes.set_yscale("log", nonpositive="clip")
+    figure.legend(loc="outside right upper", fontsize=9)
+    return figure
+
+
+def render(figure: Figure, kind: str) -> bytes:
+    """A figure as "png" or "svg"; without a date, so that equal figures are equal files."""
+    buffer = io.BytesIO()
+    with matplotlib.rc_context(_STYLE):
+        metadata = {"Date": None} if kind == "svg" else None
+        figure.savefig(buffer, format=kind, dpi=150, metadata=metadata)
+    return buffer.getvalue()
+
+
+def make_axes(title: str, x: str, y: str, size: tuple[float, float] = (8.0, 4.8)) -> tuple[Figure, Axes]:
+    """An empty figure in the common style."""
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.add_subplot()
+        axes.set_title(title, loc="left", fontsize=13)
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+    return figure, axes
+
+
+_axes = make_axes
+
+
+def _band(axes: Axes, found: Curve, label: str, colour: str, style: str) -> None:
+    axes.plot(found.x, found.mean, style, marker="o", color=colour, label=label)
+    axes.fill_between(found.x, found.low, found.high, color=colour, alpha=0.12, lw=0)
+
+
+def _spaced_lengths(axes: Axes, lengths: Iterable[float]) -> None:
+    """Ticks at the lengths, without those that would overlap; a linear scale, since the claim is a straight line."""
+    ordered = sorted(lengths, reverse=True)
+    shown: list[float] = []
+    for length in ordered:
+        if not shown or shown[-1] - length >= 0.05 * ordered[0]:
+            shown.append(length)
+    axes.set_xticks(shown, [f"{length:g}" for length in shown])
+    axes.set_xlim(left=0)
+
+
+def _marked(axes: Axes, records: Sequence[Record], x: str) -> None:
+    places = sorted({record[x] for record in records})
+    axes.set_xscale("symlog", linthresh=max(1, places[0]))
+    axes.set_xticks(places, [f"{place:g}" for place in places])
+    axes.minorticks_off()
+
+
+def lines_over_steps(
+    steps: Sequence[int], heads: Mapping[tuple[str, int], Sequence[float]], title: str, *, log: bool
+) -> Figure:
+    """A panel a module, a line a head, over training steps; all panels share their axes.
+
+    Args:
+        steps: of the snapshots.
+        heads: (module, head) -> values at the steps, NaN where there is none.
+        title: of the figure.
+        log: a logarithmic axis where the values spread enough to need one.
+    """
+    modules = list(dict.fromkeys(module for module, _ in heads))
+    finite = [value for values in heads.values() for value in values if value > 0]
+    spread = log and bool(finite) and max(finite) > 5.0 * min(finite)
+    columns = min(3, len(modules)) if len(modules) != 4 else 2
+    height = -(-len(modules) // columns)
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(4.2 * columns + 0.6, 2.6 * height + 0.8), layout="constrained")
+        panels = figure.subplots(height, columns, squeeze=False, sharex=True, sharey=True)
+        figure.suptitle(title, x=0.02, ha="left", fontsize=13)
+        most = max(head for _, head in heads) + 1
+        colours = matplotlib.colormaps["viridis"](np.linspace(0.0, 0.9, most))
+        for axes, module in zip(panels.flat, modules, strict=False):
+            axes.set_title(module or "model", fontsize=10, loc="left")
+            for (of_module, head), values in heads.items():
+                if of_module == module:
+                    marker = "o" if len(steps) == 1 else None
+                    axes.plot(steps, values, color=colours[head], linewidth=1.2, marker=marker, label=f"head {head}")
+            if spread:
+                axes.set_yscale("log")
+        for axes in panels.flat[len(modules) :]:
+            axes.set_axis_off()
+        for axes in panels[-1]:
+            axes.set_xlabel("optimizer step")
+        if most <= 16:
+            lines, labels = panels.flat[0].get_legend_handles_labels()
+            figure.legend(lines, labels, loc="outside lower center", ncols=min(8, most), fontsize=9)
+    return figure

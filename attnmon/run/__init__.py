@@ -1,0 +1,1 @@
+"""The monitor: options, schedule, sums of a step, ranks, snapshots."""

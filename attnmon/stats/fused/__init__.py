@@ -1,0 +1,1 @@
+"""Statistics by four Triton kernels per call."""

@@ -1,0 +1,1 @@
+"""Statistics in blocks of rows, by plain torch operations on any device."""
