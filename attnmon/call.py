@@ -90,7 +90,7 @@ def make_call(
         causal_offset=causal_offset,
         softcap=softcap,
         sinks=sinks,
-        window=normalise_window(window),
+        window=normalize_window(window),
         key_padding_mask=key_padding_mask,
         cu_seqlens=cu_seqlens,
         hidden=None if hidden is None else hidden.detach(),
@@ -102,7 +102,7 @@ def make_call(
     )
 
 
-def normalise_window(
+def normalize_window(
     window: int | tuple[int | None, int | None] | None,
 ) -> tuple[int | None, int | None] | None:
     """(left, right) as lookback and lookahead, None for no limit; None for no window at all."""

@@ -69,9 +69,9 @@ class AttentionCall:
         mask_mod: (b, h, q, kv) -> bool, True = visible, of flex attention.
         mask_mod_by_head: the mask function reads its head index.
         positions: [R] int64, the query positions that ``logits`` [B, H, R, Lk] holds; None means all.
-        weights: [B, H, Lq, Lk], what a normaliser other than softmax made of ``logits``; or None.
-        normaliser: (logits [..., Lk], alpha) -> weights, the function itself, given with ``weights``.
-        alpha: of alpha-entmax (2 for sparsemax), the normaliser's; a number, or [H or 1] by head.
+        weights: [B, H, Lq, Lk], what a normalizer other than softmax made of ``logits``; or None.
+        normalizer: (logits [..., Lk], alpha) -> weights, the function itself, given with ``weights``.
+        alpha: of alpha-entmax (2 for sparsemax), the normalizer's; a number, or [H or 1] by head.
     """
 
     query: Tensor | None
@@ -96,7 +96,7 @@ class AttentionCall:
     mask_mod_by_head: bool = False
     positions: Tensor | None = None
     weights: Tensor | None = None
-    normaliser: Callable[[Tensor, float | Tensor], Tensor] | None = None
+    normalizer: Callable[[Tensor, float | Tensor], Tensor] | None = None
     alpha: float | Tensor = 1.0
 
     @property

@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-FUSED = "in evaluation mode; torch may then run it inside one fused kernel, which makes no attention call to be seen"
+MAY_BE_FUSED = (
+    "in evaluation mode; torch may then run it inside one fused kernel, which makes no attention call to be seen"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +48,14 @@ class Site:
     excluded: bool = False
     depth: int = 0  # of its path
     at_once: bool = False  # its calls cannot wait for the end of the forward
-    around_aside: bool = False  # a module in it is left alone
-    aside: str = ""  # why it is left alone from now on
+    child_left_alone: bool = False  # a module in it is left alone
+    left_alone: str = ""  # why it is left alone from now on
     in_evaluation: bool = False  # as it was when a measured step began
     heads_hint: int | None = None  # what the module's attributes say
     heads: int | None = None
     route: str = ""
     calls: int = 0
-    noted: int = 0  # calls that wait to be measured, or were
+    seen: int = 0  # calls that wait to be measured, or were
     backend: str = ""
     refused: Counter[str] = field(default_factory=Counter)
 
@@ -64,8 +66,8 @@ class Site:
 
     def record(self, measured_steps: int) -> CoverageRecord:
         """The site's state after ``measured_steps`` measured steps."""
-        if self.aside:
-            status, reason = "skipped", self.aside
+        if self.left_alone:
+            status, reason = "skipped", self.left_alone
         elif self.calls:
             status, reason = "captured", ""
         elif self.excluded:
@@ -73,7 +75,7 @@ class Site:
         elif self.refused:
             status, reason = "skipped", self.refused.most_common(1)[0][0]
         elif measured_steps and self.in_evaluation:
-            status, reason = "skipped", FUSED
+            status, reason = "skipped", MAY_BE_FUSED
         elif measured_steps:
             status, reason = "skipped", "it made no attention call that attnmon sees"
         else:

@@ -10,24 +10,24 @@ from torch import Tensor
 
 from attnmon.capture.hooks import BeforeForward
 from attnmon.capture.routes.eager_tracker import EagerTracker
-from attnmon.capture.routes.head_axes import Entered, unfold
-from attnmon.capture.routes.torch_calls import Described
+from attnmon.capture.routes.head_axes import ModuleInputs, unfold
+from attnmon.capture.routes.torch_calls import CallArgs
 
 
-class Frame:
+class ForwardFrame:
     """One module's forward on the stack."""
 
-    __slots__ = ("entered", "heads_hint", "hidden", "hook", "inside", "left", "tracker")
+    __slots__ = ("heads_hint", "hidden", "hook", "inputs", "inside", "left", "tracker")
 
     def __init__(
         self,
         hook: BeforeForward,
         tracker: EagerTracker,
         hidden: Tensor | None,
-        entered: Entered,
+        inputs: ModuleInputs,
         heads_hint: int | None,
     ) -> None:
-        self.hook, self.tracker, self.hidden, self.entered = hook, tracker, hidden, entered
+        self.hook, self.tracker, self.hidden, self.inputs = hook, tracker, hidden, inputs
         self.heads_hint = heads_hint
         self.left = 0  # operators left in a traced graph
         self.inside = 0  # of so many modules of a compiled graph, for a frame of eager code
@@ -37,10 +37,10 @@ class Frame:
         """Of the module's site."""
         return self.hook.index
 
-    def complete(self, described: Described) -> Described:
+    def complete(self, described: CallArgs) -> CallArgs:
         """Add what the call itself does not tell: a scale that queries already have, a second sequence."""
         factor_of = self.tracker.factor_of
-        return complete(described, self.entered, self.heads_hint, factor_of)
+        return complete(described, self.inputs, self.heads_hint, factor_of)
 
 
 class Context:
@@ -51,51 +51,51 @@ class Context:
         originals: the tensors of the call as the module has them, and as they are without what ``torch.func`` wraps.
     """
 
-    __slots__ = ("_factors", "entered", "heads_hint", "hidden")
+    __slots__ = ("_factors", "heads_hint", "hidden", "inputs")
 
-    def __init__(self, frame: Frame, originals: list[tuple[Tensor, Tensor]]) -> None:
-        self.entered, self.heads_hint, self.hidden = frame.entered.settle(), frame.heads_hint, frame.hidden
+    def __init__(self, frame: ForwardFrame, originals: list[tuple[Tensor, Tensor]]) -> None:
+        self.inputs, self.heads_hint, self.hidden = frame.inputs.settle(), frame.heads_hint, frame.hidden
         self._factors: dict[int, float] = {}
         for original, plain in originals:
             factor = frame.tracker.factor_of(original)
             if factor != 1.0:
                 self._factors[id(plain)] = factor
 
-    def complete(self, described: Described) -> Described:
-        """See ``Frame.complete``."""
-        return complete(described, self.entered, self.heads_hint, lambda tensor: self._factors.get(id(tensor), 1.0))
+    def complete(self, described: CallArgs) -> CallArgs:
+        """See ``ForwardFrame.complete``."""
+        return complete(described, self.inputs, self.heads_hint, lambda tensor: self._factors.get(id(tensor), 1.0))
 
 
-def complete(described: Described, entered: Entered, heads_hint: int | None, factor_of: Any) -> Described:
+def complete(described: CallArgs, inputs: ModuleInputs, heads_hint: int | None, factor_of: Any) -> CallArgs:
     """Add to what a call tells: how its queries and keys were scaled before, which axis is heads, cross or self."""
     described = dict(described)
     queries, keys = described.pop("originals", (described["query"], described["key"]))
     if described.pop("folded", False):
-        described = unfold(described, heads_hint, entered)
+        described = unfold(described, heads_hint, inputs)
     query, key = described["query"], described["key"]
-    is_cross = described.get("is_cross", False) or entered.is_cross(query.shape[2], key.shape[2])
+    is_cross = described.get("is_cross", False) or inputs.is_cross(query.shape[2], key.shape[2])
     return {
         **described,
         "prescale": factor_of(queries) * factor_of(keys),
-        "is_cross": is_cross and not entered.is_self,
+        "is_cross": is_cross and not inputs.is_self,
     }
 
 
-class Running:
+class ActiveForwards:
     """What runs now.
 
     Attributes:
         active: between ``start`` and ``stop`` of the recorder.
         stack: forwards of watched modules, the innermost last.
-        trail: the same while a graph is traced.
+        trace_stack: the same while a graph is traced.
         withheld: indices of sites whose hooks are away while a layer of torch chooses its path.
         suppressed: depth of functions whose inner torch calls are not calls of their own.
     """
 
     def __init__(self) -> None:
         self.active = False
-        self.stack: list[Frame] = []
-        self.trail: list[Frame] = []
+        self.stack: list[ForwardFrame] = []
+        self.trace_stack: list[ForwardFrame] = []
         self.withheld: list[int] = []
         self.suppressed = 0
 

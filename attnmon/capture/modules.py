@@ -71,7 +71,7 @@ def looks_like_attention(module: nn.Module) -> bool:
     return bool(_ATTENTION_CLASS.search(kind)) and not _NOT_ATTENTION.search(kind)
 
 
-def may_call(module: nn.Module) -> bool:
+def may_call_attention(module: nn.Module) -> bool:
     """Whether a module could itself make an attention call: not a plain layer of torch.nn without children."""
     if isinstance(module, nn.MultiheadAttention):
         return True
@@ -114,7 +114,7 @@ def _names(code: CodeType) -> list[str]:
     return names
 
 
-def stated(module: nn.Module, name: str) -> Any:
+def static_attribute(module: nn.Module, name: str) -> Any:
     """An attribute of a module or of its class, without running code of the user's; None where there is none.
 
     Reading a property, or a name that ``__getattr__`` deals with, could raise, warn, or change something.
@@ -128,7 +128,7 @@ def stated(module: nn.Module, name: str) -> Any:
 def head_count(module: nn.Module) -> int | None:
     """The number of query heads that the module's attributes state, under the names in use."""
     for name in ("num_heads", "num_attention_heads", "n_head", "n_heads", "nhead", "heads", "nheads", *_MORE_HEADS):
-        count = stated(module, name)
+        count = static_attribute(module, name)
         if isinstance(count, int) and not isinstance(count, bool) and count > 0:
             return count
     return None
@@ -137,7 +137,7 @@ def head_count(module: nn.Module) -> int | None:
 def kind_of(path: str, module: nn.Module) -> str:
     """ "cross" if the path or the class says so, else "self"; a call itself may show more."""
     last = path.rsplit(".", 1)[-1]
-    is_cross = stated(module, "is_cross_attention") is True
+    is_cross = static_attribute(module, "is_cross_attention") is True
     return "cross" if is_cross or _CROSS.search(last) or _CROSS.search(type(module).__name__) else "self"
 
 

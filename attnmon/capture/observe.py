@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor, nn
 
 from attnmon.capture.coverage import Site
-from attnmon.capture.routes.torch_calls import Described
+from attnmon.capture.routes.torch_calls import CallArgs
 from attnmon.types import AttentionCall
 
 if TYPE_CHECKING:
-    from attnmon.capture.routes.entmax import Normalised
+    from attnmon.capture.routes.entmax import Normalized
 
 
-Describe = Callable[[tuple[Any, ...], Mapping[str, Any]], Described]
+Describe = Callable[[tuple[Any, ...], Mapping[str, Any]], CallArgs]
 """(args, kwargs) of a call -> what it is made of."""
 
 
@@ -25,7 +25,7 @@ class Observer(Protocol):
     def observe(self, site: Site, call: AttentionCall) -> None:
         """Measure a call now."""
 
-    def choose(self, site: Site, batch: int) -> slice:
+    def sample_sequences(self, site: Site, batch: int) -> slice:
         """The sequences that would be sampled of a call, for routes that have to project them first."""
 
     def sample(self, site: Site, call: AttentionCall) -> Any:
@@ -38,10 +38,10 @@ class Observer(Protocol):
         """A call could not be measured."""
 
 
-class Caller(Protocol):
+class CallInterceptor(Protocol):
     """Whom replaced functions go through."""
 
-    def call_through(
+    def intercept(
         self,
         route: str,
         original: Callable[..., Any],
@@ -59,12 +59,12 @@ class Caller(Protocol):
         are reported as anywhere else, and ``describe`` is asked only where none was seen.
         """
 
-    def normalise_through(
+    def normalize_through(
         self,
         original: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        describe: Callable[[Any], Normalised],
+        describe: Callable[[Any], Normalized],
     ) -> Any:
         """Run a function that stands in softmax's place, and tell the innermost module's tracker what it made."""
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from attnmon.capture.compiled import operators as traced
-from attnmon.capture.compiled.emitted import TracedCalls, TracedSoftmax
+from attnmon.capture.compiled.emitted import GraphCalls, GraphSoftmax
 from attnmon.capture.compiled.replay import Replay
 from attnmon.capture.coverage import CoverageRecord, Site
+from attnmon.capture.deferred import DeferredCalls
 from attnmon.capture.fast_path import StockLayers, may_fuse
-from attnmon.capture.frames import Frame, Running, hidden_of, in_backward
+from attnmon.capture.frames import ActiveForwards, ForwardFrame, hidden_of, in_backward
 from attnmon.capture.hooks import AfterForward, BeforeForward, HookPair, free_key
 from attnmon.capture.mode_stack import Place, ours_here
-from attnmon.capture.notes import Notes
 from attnmon.capture.observe import Observer, Patch
 from attnmon.capture.patching import process_wide as process
 from attnmon.capture.reporter import Reporter
@@ -27,7 +27,7 @@ from attnmon.capture.routes.eager_tracker import EagerTracker
 from attnmon.capture.routes.entmax import EntmaxPatch
 from attnmon.capture.routes.flash import FlashPatch
 from attnmon.capture.routes.flex import FlexPatch
-from attnmon.capture.routes.head_axes import Entered
+from attnmon.capture.routes.head_axes import ModuleInputs
 from attnmon.capture.routes.torch_calls import CallMode
 from attnmon.capture.routes.transformers_registry import RegistryPatch
 from attnmon.capture.sites import by_name, coverage_of, find_sites
@@ -49,7 +49,7 @@ class Recorder:
         include, exclude: glob patterns on canonical paths.
         with_hidden: also take the hidden states that enter a module.
         at_once: measure each call as it is made, below all modes, and hold none.
-        on_aside: called with a sentence when compiled code is left alone from now on.
+        on_left_alone: called with a sentence when compiled code is left alone from now on.
 
     Raises:
         AttnmonError: no module of the model is or mentions attention, or a pattern matches nothing.
@@ -64,20 +64,20 @@ class Recorder:
         exclude: Sequence[str] | str | None = None,
         with_hidden: bool = False,
         at_once: bool = False,
-        on_aside: Callable[[str], None] | None = None,
+        on_left_alone: Callable[[str], None] | None = None,
     ) -> None:
         self._observer = observer
         self._with_hidden = with_hidden
-        self._on_aside = on_aside
+        self._on_left_alone = on_left_alone
         self._watched = find_sites(model, include, exclude)
         self._sites = [site for _, site in self._watched]
         self._order = {site.path: index for index, site in enumerate(self._sites)}
-        self._running = Running()
-        self._notes = Notes(observer, at_once=at_once)
+        self._running = ActiveForwards()
+        self._deferred = DeferredCalls(observer, at_once=at_once)
         self._replay = Replay(self._sites, observer, self._running)  # held here alone
         self._number = traced.register(self._replay)
-        self._traced_calls = TracedCalls(self._running, self._number)
-        self._reporter = Reporter(self._watched, observer, self._running, self._traced_calls, self._notes)
+        self._graph_calls = GraphCalls(self._running, self._number)
+        self._reporter = Reporter(self._watched, observer, self._running, self._graph_calls, self._deferred)
         # functions replaced during a measured step
         self._patches: list[Patch] = [
             FlexPatch(self._reporter),
@@ -100,10 +100,10 @@ class Recorder:
         self._compiles = False  # something, in a measured step
         self._modes_below = 0
         # who entered the mode while a graph is traced; not a number, which dynamic shapes would take for an input
-        self._mode_holder: Frame | None = None
+        self._mode_holder: ForwardFrame | None = None
         self._wide = True
         self._saw_nothing = False  # a measured step
-        self._is_aside = False  # from some compiled code
+        self._leaves_some_alone = False  # from some compiled code
         self.measured_steps = 0
 
     # -- what was seen --------------------------------------------------------------------------------------
@@ -142,19 +142,19 @@ class Recorder:
         """Measure what waits, and detach; the model is as it was."""
         if self._running.active:
             self._unwind(0)
-            self._notes.measure()
+            self._deferred.measure()
         self._running.active = False
         self._running.stack.clear()
-        self._running.trail.clear()
+        self._running.trace_stack.clear()
         self._running.suppressed = 0
         self._mode_holder = None
-        self._notes.drop()
+        self._deferred.drop()
         process.deactivate(self)
         self.take_out()
 
     def abandon(self) -> None:
         """Detach, and forget what waits."""
-        self._notes.drop()
+        self._deferred.drop()
         self._running.stack.clear()
         self.stop()
 
@@ -177,7 +177,7 @@ class Recorder:
         self._reporter.flex_operator = flex.operator()
         if level is not None:
             self._enter_mode(level)
-        elif self._wide and not self._is_aside and torch.is_grad_enabled():
+        elif self._wide and not self._leaves_some_alone and torch.is_grad_enabled():
             self._enter_mode(-1)
 
     def take_out(self) -> int | None:
@@ -223,18 +223,18 @@ class Recorder:
         try:
             return HookPair(module, BeforeForward(self, index, site, self._number), AfterForward(self, index))
         except Exception as error:
-            site.aside = f"it takes no hooks ({error})"
+            site.left_alone = f"it takes no hooks ({error})"
             return None
 
     def _wants_hook(self, index: int, site: Site) -> bool:
         module = self._watched[index][0]()
-        if module is None or site.aside:
+        if module is None or site.left_alone:
             return False
         layer = self._layers.layer_of(index)
         site.in_evaluation = not module.training and (layer is not None or isinstance(module, nn.MultiheadAttention))
         if layer is not None and not layer.training and self._compiles:
             return False  # a graph is traced with hooks or without, for good
-        wanted = self._wide or site.expected or bool(site.noted or site.calls or site.refused)
+        wanted = self._wide or site.expected or bool(site.seen or site.calls or site.refused)
         return wanted or index in self._layers.indices
 
     def _devices(self) -> frozenset[torch.device]:
@@ -268,7 +268,7 @@ class Recorder:
         """What a module does that is left alone could be taken for a call of those around it."""
         for index, outer in enumerate(self._sites):
             if outer is not site and (not outer.path or site.path.startswith(f"{outer.path}.")):
-                outer.around_aside = True
+                outer.child_left_alone = True
                 if index in self._hooks:
                     self._hooks[index].before.excluded = True
 
@@ -301,29 +301,29 @@ class Recorder:
         """The thread of the measured step."""
         return self._thread
 
-    def step_aside(self, modules: Sequence[nn.Module] | None, why: str) -> bool:
+    def leave_alone(self, modules: Sequence[nn.Module] | None, why: str) -> bool:
         """Leave the modules alone from now on, or all if it is not known which; whether that changes anything."""
         inside = None if modules is None else self._like(modules)
         changed = any(mode is self._mode for mode in ours_here())
         for index, (reference, site) in enumerate(self._watched):
             module = reference()
-            if module is None or site.aside or (inside is not None and id(module) not in inside):
+            if module is None or site.left_alone or (inside is not None and id(module) not in inside):
                 continue
             pair = self._hooks.get(index)
             if pair is None or pair not in self._attached:
                 continue
             changed = True
-            site.aside = why
+            site.left_alone = why
             pair.detach()
             self._attached.remove(pair)
             self._silence_around(site)
         if changed:
             self._mode_level, self._mode_holder = None, None
             self._place.purge()
-            self._is_aside = True
-            self._running.trail.clear()
-            if self._on_aside is not None:
-                self._on_aside(why)
+            self._leaves_some_alone = True
+            self._running.trace_stack.clear()
+            if self._on_left_alone is not None:
+                self._on_left_alone(why)
         return changed
 
     def _like(self, modules: Sequence[nn.Module]) -> set[int]:
@@ -342,8 +342,8 @@ class Recorder:
             self._was_traced = True
             if self._running.active:
                 hidden = hidden_of(args, kwargs) if self._with_hidden else None
-                frame = self._frame(self._running.trail, hook, hidden, args, kwargs)
-                self._running.trail.append(frame)
+                frame = self._frame(self._running.trace_stack, hook, hidden, args, kwargs)
+                self._running.trace_stack.append(frame)
                 if hook.expected and self._mode_holder is None and self._mode_level is None:
                     self._mode_holder = frame
                     self._modes_below = torch._C._len_torch_function_stack()
@@ -353,7 +353,7 @@ class Recorder:
         if not self._running.active or in_backward() or torch._C._get_tracing_state() is not None:
             return
         site = self._sites[hook.index]
-        if site.aside:
+        if site.left_alone:
             return
         try:
             if threading.get_ident() != self._thread:
@@ -366,13 +366,13 @@ class Recorder:
     def leave(self, hook: AfterForward) -> None:
         """A watched module's forward has ended."""
         if torch.compiler.is_compiling():
-            if self._running.trail and not torch.compiler.is_exporting():
-                if self._running.trail[-1] is self._mode_holder:
+            if self._running.trace_stack and not torch.compiler.is_exporting():
+                if self._running.trace_stack[-1] is self._mode_holder:
                     self._mode_holder = None
                     # the compiler loses the mode where it traces flex attention
                     if torch._C._len_torch_function_stack() > self._modes_below:
                         self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-                self._running.trail.pop().tracker.finish()
+                self._running.trace_stack.pop().tracker.finish()
             return
         stack = self._running.stack
         if not stack or threading.get_ident() != self._thread or in_backward():
@@ -383,7 +383,7 @@ class Recorder:
                     self._unwind(level)
                     break
         if not stack:
-            self._notes.measure()
+            self._deferred.measure()
 
     def _push(self, hook: BeforeForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.restore_hooks()
@@ -393,31 +393,31 @@ class Recorder:
             return
         hidden = hidden_of(args, kwargs) if self._with_hidden else None
         frame = self._frame(self._running.stack, hook, hidden, args, kwargs)
-        frame.inside = len(self._running.trail)
+        frame.inside = len(self._running.trace_stack)
         self._running.stack.append(frame)
         # a mode around compiled code would have it traced with what it could not be traced with
-        if hook.expected or not self._is_aside:
+        if hook.expected or not self._leaves_some_alone:
             self._enter_mode(len(self._running.stack) - 1)
 
     def _frame(
         self,
-        stack: list[Frame],
+        stack: list[ForwardFrame],
         hook: BeforeForward,
         hidden: Tensor | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> Frame:
-        entered = Entered(args, kwargs)
+    ) -> ForwardFrame:
+        inputs = ModuleInputs(args, kwargs)
         outer = stack[-1] if stack else None
-        if outer is not None and not entered.has_sequences and hook.depth == outer.hook.depth + 1:
-            entered = outer.entered  # the inner part of an attention module, given queries, keys and values
+        if outer is not None and not inputs.has_sequences and hook.depth == outer.hook.depth + 1:
+            inputs = outer.inputs  # the inner part of an attention module, given queries, keys and values
         listener: Any
         if torch.compiler.is_compiling():
-            listener = TracedSoftmax(self._traced_calls, hook, entered)
+            listener = GraphSoftmax(self._graph_calls, hook, inputs)
         else:
-            listener = EagerCalls(self._sites[hook.index], self._observer, entered)
+            listener = EagerCalls(self._sites[hook.index], self._observer, inputs)
         tracker = EagerTracker(listener, None if outer is None else outer.tracker)
-        return Frame(hook, tracker, hidden, entered, hook.heads_hint)
+        return ForwardFrame(hook, tracker, hidden, inputs, hook.heads_hint)
 
     def _unwind(self, level: int) -> None:
         while len(self._running.stack) > level:

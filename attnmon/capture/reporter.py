@@ -10,18 +10,18 @@ from torch import Tensor, nn
 
 from attnmon.call import make_call
 from attnmon.capture.below import autocast_dtype, below_modes, plain
-from attnmon.capture.compiled.emitted import TracedCalls
+from attnmon.capture.compiled.emitted import GraphCalls
 from attnmon.capture.coverage import Site
-from attnmon.capture.frames import Context, Frame, Running, in_backward
-from attnmon.capture.notes import Notes
+from attnmon.capture.deferred import DeferredCalls
+from attnmon.capture.frames import ActiveForwards, Context, ForwardFrame, in_backward
 from attnmon.capture.observe import Describe, Observer
 from attnmon.capture.routes.arguments import without_wrapping
-from attnmon.capture.routes.torch_calls import ROUTES, Described, Route
+from attnmon.capture.routes.torch_calls import ROUTES, CallArgs, Route
 from attnmon.capture.sites import Watched
 from attnmon.errors import UnsupportedAttention
 
 if TYPE_CHECKING:
-    from attnmon.capture.routes.entmax import Normalised
+    from attnmon.capture.routes.entmax import Normalized
 
 
 NOT_FUSED = (
@@ -31,26 +31,26 @@ UNFOLLOWED = "its compiled code cannot be followed from the module's inputs to t
 
 
 class Reporter:
-    """Notes the calls of what is running, or leaves operators for them in a graph that is being traced.
+    """DeferredCalls the calls of what is running, or leaves operators for them in a graph that is being traced.
 
     Args:
         watched: the watched modules with their sites, by index.
         observer: told of each call.
         running: what runs now.
         traced_calls: for graphs.
-        notes: where calls wait until the forward is over.
+        deferred: where calls wait until the forward is over.
     """
 
     def __init__(
         self,
         watched: Sequence[Watched],
         observer: Observer,
-        running: Running,
-        traced_calls: TracedCalls,
-        notes: Notes,
+        running: ActiveForwards,
+        traced_calls: GraphCalls,
+        deferred: DeferredCalls,
     ) -> None:
         self._watched, self._observer, self._running, self._traced = watched, observer, running, traced_calls
-        self._notes = notes
+        self._deferred = deferred
         self._sites = [site for _, site in watched]
         self.flex_operator: Any = None  # the higher-order operator, as graphs call it
 
@@ -62,19 +62,19 @@ class Reporter:
         if torch.compiler.is_compiling():
             if func is self.flex_operator:
                 self._traced.rows(args)
-            elif running.trail:
+            elif running.trace_stack:
                 self._traced.report(func, args, kwargs, result)
             elif func in ROUTES and running.stack:
                 self._traced.refusal(running.stack[-1].hook, UNFOLLOWED, args[0].device)
             return
-        if not running.active or not (running.stack or running.trail or running.withheld):
+        if not running.active or not (running.stack or running.trace_stack or running.withheld):
             return
         with torch._C.DisableTorchFunction():  # looking at a shape is a call that a mode of the user's would see
             route = ROUTES.get(func)
             # compiled code has broken into several graphs in the middle of a module
-            if len(running.trail) > (running.stack[-1].inside if running.stack else 0):
-                site = self._sites[running.trail[-1].index]
-                if route is not None and not (site.excluded or site.around_aside):
+            if len(running.trace_stack) > (running.stack[-1].inside if running.stack else 0):
+                site = self._sites[running.trace_stack[-1].index]
+                if route is not None and not (site.excluded or site.child_left_alone):
                     self._observer.fault(site, UnsupportedAttention(UNFOLLOWED))
                 return
             if running.withheld:  # a layer in evaluation mode has chosen not to be fused, for a reason of its own
@@ -91,7 +91,7 @@ class Reporter:
             except Exception as error:
                 self._observer.fault(self._sites[frame.index], error)
 
-    def call_through(
+    def intercept(
         self,
         route: str,
         original: Callable[..., Any],
@@ -102,7 +102,7 @@ class Reporter:
         *,
         opaque: bool = True,
     ) -> Any:
-        """See ``attnmon.capture.observe.Caller``."""
+        """See ``attnmon.capture.observe.CallInterceptor``."""
         running = self._running
         if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling():
             return original(*args, **kwargs)  # the compiler runs a graph that was traced before
@@ -115,24 +115,24 @@ class Reporter:
         if not opaque and self._seen() != seen:
             return result
         if torch.compiler.is_compiling():
-            if running.active and running.trail and not running.suppressed:
-                self._traced.replaced(running.trail[-1], route, args, kwargs, describe)
+            if running.active and running.trace_stack and not running.suppressed:
+                self._traced.replaced(running.trace_stack[-1], route, args, kwargs, describe)
             return result
         if running.suppressed or not running.active or in_backward() or not running.stack:
             return result
         with torch._C.DisableTorchFunction():
-            found = Route(route, lambda args, kwargs, choose, autocast: describe(args, kwargs))
+            found = Route(route, lambda args, kwargs, sample_sequences, autocast: describe(args, kwargs))
             self._note(running.stack[-1], self._index_of(module), found, args, kwargs)
         return result
 
-    def normalise_through(
+    def normalize_through(
         self,
         original: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        describe: Callable[[Any], Normalised],
+        describe: Callable[[Any], Normalized],
     ) -> Any:
-        """See ``attnmon.capture.observe.Caller``."""
+        """See ``attnmon.capture.observe.CallInterceptor``."""
         running = self._running
         running.suppressed += 1
         try:
@@ -142,8 +142,8 @@ class Reporter:
         if running.suppressed or not running.active:
             return result
         if torch.compiler.is_compiling():
-            if running.trail:
-                running.trail[-1].tracker.normalised(describe(result))
+            if running.trace_stack:
+                running.trace_stack[-1].tracker.normalized(describe(result))
             return result
         if not running.stack or in_backward():
             return result
@@ -152,17 +152,19 @@ class Reporter:
             with below_modes():
                 given = describe(result)
             with torch._C.DisableTorchFunction():
-                frame.tracker.normalised(given)
+                frame.tracker.normalized(given)
         except Exception as error:
             self._observer.fault(self._sites[frame.index], error)
         return result
 
-    def _note(self, frame: Frame, index: int, route: Route, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _note(
+        self, frame: ForwardFrame, index: int, route: Route, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
         """Keep what a call was given, to be measured later."""
         site = self._sites[index]
-        if site.excluded or site.around_aside:
+        if site.excluded or site.child_left_alone:
             return
-        site.noted += 1
+        site.seen += 1
         try:
             args, kwargs, tensors = without_wrapping(args, kwargs)
             if not tensors:
@@ -175,21 +177,23 @@ class Reporter:
             dtype = autocast_dtype(read[0].device)
 
             def measure() -> None:
-                described = route.describe(args, kwargs, lambda batch: self._observer.choose(site, batch), dtype)
-                observe_described(self._observer, site, route.name, context.complete(described), hidden)
+                described = route.describe(
+                    args, kwargs, lambda batch: self._observer.sample_sequences(site, batch), dtype
+                )
+                observe_call(self._observer, site, route.name, context.complete(described), hidden)
 
-            self._notes.add(site, read, measure)
+            self._deferred.add(site, read, measure)
         except Exception as error:
             self._observer.fault(site, error)
 
     def _seen(self) -> int:
         """Grows whenever the innermost module makes a call."""
         if torch.compiler.is_compiling():
-            return self._running.trail[-1].left if self._running.trail else 0
+            return self._running.trace_stack[-1].left if self._running.trace_stack else 0
         if not self._running.stack:
             return 0
         site = self._sites[self._running.stack[-1].index]
-        return site.noted + site.calls + site.refused.total()
+        return site.seen + site.calls + site.refused.total()
 
     def _index_of(self, module: nn.Module | None) -> int:
         if module is not None:
@@ -199,7 +203,7 @@ class Reporter:
         return self._running.stack[-1].index
 
 
-def observe_described(observer: Observer, site: Site, route: str, described: Described, hidden: Tensor | None) -> None:
+def observe_call(observer: Observer, site: Site, route: str, described: CallArgs, hidden: Tensor | None) -> None:
     """Have a call measured.
 
     Args:

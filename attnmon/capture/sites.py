@@ -44,7 +44,7 @@ def find_sites(
     watched = []
     for path, module in found:
         expected = names.looks_like_attention(module)
-        if expected or names.may_call(module):
+        if expected or names.may_call_attention(module):
             site = Site(path, names.kind_of(path, module), expected, heads_hint=names.head_count(module))
             site.excluded = not names.selected(path, include, exclude)
             site.depth = len(path.split(".")) if path else 0
@@ -54,7 +54,7 @@ def find_sites(
 
 def coverage_of(sites: Sequence[Site], measured_steps: int) -> list[CoverageRecord]:
     """Records of the sites that are attention or were seen to make attention calls, in their order."""
-    made_calls = [site.path for site in sites if site.calls or site.refused or site.aside]
+    made_calls = [site.path for site in sites if site.calls or site.refused or site.left_alone]
     return [
         site.record(measured_steps)
         for site in sites

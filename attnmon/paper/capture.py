@@ -183,7 +183,7 @@ class _Observer:
         if self.error is None:
             self._tell(number, site.path, call)
 
-    def choose(self, site: Site, batch: int) -> slice:
+    def sample_sequences(self, site: Site, batch: int) -> slice:
         return slice(0, 1)
 
     def sample(self, site: Site, call: AttentionCall) -> Any:

@@ -18,7 +18,7 @@ from attnmon.paper.progress import bar
 from attnmon.paper.report import write_report
 from attnmon.paper.runner import run_units
 from attnmon.paper.store import Store, check_writable
-from attnmon.paper.text import fingerprint, tokenise
+from attnmon.paper.text import fingerprint, tokenize
 
 MODEL_FOLDER = "model"
 
@@ -68,7 +68,7 @@ def _loaded(options: Options) -> Subject:
     name = str(options.model)
     model, tokenizer = load(name, options.device)
     _check_context(model, options, name)
-    tokens = tokenise(options, tokenizer, vocabulary_size(model))
+    tokens = tokenize(options, tokenizer, vocabulary_size(model))
     reading = f"tokenizer of the model ({type(tokenizer).__name__})" if tokenizer is not None else (
         "read as bytes, one token each, since the model has no tokenizer"
     )  # fmt: skip
@@ -88,7 +88,7 @@ def _trained(options: Options, quiet: bool) -> Subject:
         model = small_model.small_model(
             options, folder, lambda step, loss: shown.step(1, f"training a small GPT-2, loss {loss:.2f}")
         )
-    tokens = tokenise(replace(options, text=options.text[start:]), None, vocabulary_size(model))
+    tokens = tokenize(replace(options, text=options.text[start:]), None, vocabulary_size(model))
     name = f"a small GPT-2 trained on the text for {options.train_steps} steps, seed {options.seed} ({folder})"
     reading = f"read as bytes, one token each; its last {len(options.text) - start:,} bytes, not trained on"
     return Subject(model, tokens, name, reading, identity_of(model))

@@ -1,4 +1,4 @@
-"""The figures, in the layout of the paper's. Nothing that is false as printed is labelled a bound."""
+"""The figures, in the layout of the paper's. Nothing that is false as printed is labeled a bound."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from attnmon.paper.summary import Curve, Line, curve
 from attnmon.theory.jacobian import finite_difference_bound, paper_expression
 
 TRUE, BOUND, EXPECTED, PAPER = "#0072b2", "#444444", "#d55e00", "#999999"
-EPSILON_COLOURS = ("#0072b2", "#009e73", "#d55e00", "#cc79a7")
+EPSILON_COLORS = ("#0072b2", "#009e73", "#d55e00", "#cc79a7")
 NOT_A_BOUND = "the paper's expression (not a bound)"
 
 _STYLE: dict[Any, Any] = {
@@ -40,12 +40,12 @@ def distances(records: Sequence[Record], x: str, title: str) -> Figure:
         title: of the figure.
     """
     figure, axes = _axes(title, "L, tokens read" if x == "length" else "N, size of the selected set", "distance")
-    for name, label, colour, style in (
+    for name, label, color, style in (
         ("bound", "bound of Theorem 1 (top-N sets)", BOUND, "--"),
         ("distance", "N largest weights, $\\tilde{d}$", TRUE, "-"),
         ("expected", "N random keys, E[$\\tilde{d}$]", EXPECTED, "-"),
     ):
-        _band(axes, curve(records, x, name), label, colour, style)
+        _band(axes, curve(records, x, name), label, color, style)
     if x == "length":
         _spaced_lengths(axes, curve(records, x, "distance").x)
     else:
@@ -110,13 +110,13 @@ def sensitivity(records: Sequence[Record]) -> Figure:
     figure, axes = _axes("Finite-difference sensitivity g(T, eps)", "T (1 is standard scaled attention)", "g")
     epsilons = sorted({record["epsilon"] for record in records})
     temperatures = np.array(sorted({record["temperature"] for record in records}))
-    for epsilon, colour in zip(epsilons, EPSILON_COLOURS, strict=False):
+    for epsilon, color in zip(epsilons, EPSILON_COLORS, strict=False):
         of_epsilon = [record for record in records if record["epsilon"] == epsilon]
         found = curve(of_epsilon, "temperature", "g")
-        axes.plot(found.x, np.nanmax(found.heads, axis=1), "o-", color=colour, label=f"eps = {epsilon:g}")
+        axes.plot(found.x, np.nanmax(found.heads, axis=1), "o-", color=color, label=f"eps = {epsilon:g}")
         bound = [finite_difference_bound(temperature, epsilon) for temperature in temperatures]
-        label = "bound min(1/(2T), sqrt(2)/eps), by colour" if epsilon == epsilons[-1] else None
-        axes.plot(temperatures, bound, "--", color=colour, linewidth=1.2, label=label)
+        label = "bound min(1/(2T), sqrt(2)/eps), by color" if epsilon == epsilons[-1] else None
+        axes.plot(temperatures, bound, "--", color=color, linewidth=1.2, label=label)
     first = [record for record in records if record["epsilon"] == epsilons[0]]
     norm = np.nanmax(curve(first, "temperature", "jacobian").heads, axis=1)
     axes.plot(temperatures, norm, "s-", color=BOUND, label="exact spectral norm, mean over rows", markersize=3)
@@ -134,17 +134,17 @@ def sensitivity(records: Sequence[Record]) -> Figure:
 
 
 def normalizers(records: Sequence[Record]) -> Figure:
-    """Jacobian norm against entropy of each normaliser on the same logits, one dot a head."""
-    figure, axes = _axes("Other normalisers on the same logits", "entropy, nats", "spectral norm of the Jacobian")
-    names = list(dict.fromkeys(record["normaliser"] for record in records))
-    colours = matplotlib.colormaps["tab10"]
+    """Jacobian norm against entropy of each normalizer on the same logits, one dot a head."""
+    figure, axes = _axes("Other normalizers on the same logits", "entropy, nats", "spectral norm of the Jacobian")
+    names = list(dict.fromkeys(record["normalizer"] for record in records))
+    colors = matplotlib.colormaps["tab10"]
     for number, name in enumerate(names):
-        of_name = [record for record in records if record["normaliser"] == name]
+        of_name = [record for record in records if record["normalizer"] == name]
         axes.plot(
             [record["entropy"] for record in of_name],
             [record["jacobian"] for record in of_name],
             "os^Dv<>Ph*"[number % 10],
-            color=colours(number % 10),
+            color=colors(number % 10),
             label=name,
             alpha=0.75,
             linestyle="none",
@@ -177,9 +177,9 @@ def make_axes(title: str, x: str, y: str, size: tuple[float, float] = (8.0, 4.8)
 _axes = make_axes
 
 
-def _band(axes: Axes, found: Curve, label: str, colour: str, style: str) -> None:
-    axes.plot(found.x, found.mean, style, marker="o", color=colour, label=label)
-    axes.fill_between(found.x, found.low, found.high, color=colour, alpha=0.12, lw=0)
+def _band(axes: Axes, found: Curve, label: str, color: str, style: str) -> None:
+    axes.plot(found.x, found.mean, style, marker="o", color=color, label=label)
+    axes.fill_between(found.x, found.low, found.high, color=color, alpha=0.12, lw=0)
 
 
 def _spaced_lengths(axes: Axes, lengths: Iterable[float]) -> None:
@@ -221,13 +221,13 @@ def lines_over_steps(
         panels = figure.subplots(height, columns, squeeze=False, sharex=True, sharey=True)
         figure.suptitle(title, x=0.02, ha="left", fontsize=13)
         most = max(head for _, head in heads) + 1
-        colours = matplotlib.colormaps["viridis"](np.linspace(0.0, 0.9, most))
+        colors = matplotlib.colormaps["viridis"](np.linspace(0.0, 0.9, most))
         for axes, module in zip(panels.flat, modules, strict=False):
             axes.set_title(module or "model", fontsize=10, loc="left")
             for (of_module, head), values in heads.items():
                 if of_module == module:
                     marker = "o" if len(steps) == 1 else None
-                    axes.plot(steps, values, color=colours[head], linewidth=1.2, marker=marker, label=f"head {head}")
+                    axes.plot(steps, values, color=colors[head], linewidth=1.2, marker=marker, label=f"head {head}")
             if spread:
                 axes.set_yscale("log")
         for axes in panels.flat[len(modules) :]:

@@ -1,4 +1,4 @@
-"""The rows of one head -> the records of each experiment (the paper's Algorithms 1 to 5, and other normalisers).
+"""The rows of one head -> the records of each experiment (the paper's Algorithms 1 to 5, and other normalizers).
 
 A row counts where it sees more than N keys; a head's number is the mean over those rows. Everything said of one row
 comes from ``attnmon.theory``; here it is only averaged and counted.
@@ -28,7 +28,7 @@ from attnmon.theory.jacobian import (
 from attnmon.theory.normalizers import compare
 
 _SLACK = 1e-5  # relative, of float32 arithmetic: nearer a bound than this is not across it
-_COMPARED_ROWS = 64  # of a head, where other normalisers are solved row by row
+_COMPARED_ROWS = 64  # of a head, where other normalizers are solved row by row
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +231,7 @@ def _sensitivity(rows: HeadRows, sizes: Sequence[int]) -> list[Record]:
 
 
 def _normalizers(rows: HeadRows, sizes: Sequence[int]) -> list[Record]:
-    """Other normalisers on the same logits, for rows spread evenly over those with at least two keys."""
+    """Other normalizers on the same logits, for rows spread evenly over those with at least two keys."""
     head = rows.head
     length = head.logits.shape[0]
     at = torch.linspace(1, length - 1, min(_COMPARED_ROWS, length - 1)).round().long()
@@ -242,7 +242,7 @@ def _normalizers(rows: HeadRows, sizes: Sequence[int]) -> list[Record]:
             name,
             rows.record(
                 "normalizers",
-                normaliser=name,
+                normalizer=name,
                 sums_to_one=int(one["sums_to_one"]),
                 entropy_of=one["entropy_of"],
                 rows=len(at),

@@ -9,7 +9,7 @@ from pathlib import Path
 from attnmon.errors import AttnmonError
 
 EXPERIMENTS = ("distance-length", "distance-topn", "critical-n", "separability", "sensitivity", "normalizers")
-"""The paper's five (its Algorithms 1 to 5), then other normalisers on the same logits."""
+"""The paper's five (its Algorithms 1 to 5), then other normalizers on the same logits."""
 
 LENGTHS = (32, 64, 128, 256, 512, 1024)
 TOP_N = (1, 5, 10, 20, 100)

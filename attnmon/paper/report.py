@@ -25,7 +25,7 @@ _SETTINGS = {
     "critical-n": ("length", "top_n"),
     "separability": ("length", "top_n"),
     "sensitivity": ("length", "temperature", "epsilon"),
-    "normalizers": ("length", "normaliser", "sums_to_one", "entropy_of"),
+    "normalizers": ("length", "normalizer", "sums_to_one", "entropy_of"),
 }
 
 
@@ -197,19 +197,19 @@ def _sensitivity(records: Sequence[Record], tests: Sequence[Record], options: Op
 def _normalizers(records: Sequence[Record], tests: Sequence[Record], options: Options) -> _Made:
     names = ("weight_sum", "support", "entropy", "entropy_norm", "jacobian")
     rows = []
-    for name in dict.fromkeys(record["normaliser"] for record in records):
-        of_name = [record for record in records if record["normaliser"] == name]
+    for name in dict.fromkeys(record["normalizer"] for record in records):
+        of_name = [record for record in records if record["normalizer"] == name]
         means = [float(np.nanmean([record[column] for record in of_name])) for column in names]
         largest = max(record["jacobian_max"] for record in of_name)
         sums = "yes" if of_name[0]["sums_to_one"] else "no"
         rows.append([name, sums, *means, largest, of_name[0]["entropy_of"]])
     columns = ("sums to one", "sum of weights", "share of keys with weight", "entropy", "over its largest value")
     return (
-        "Other normalisers on the same logits",
+        "Other normalizers on the same logits",
         figures.normalizers(records),
-        f"What other normalisers make of the same logits, at L = {options.longest}: a mark a head, mean over rows. "
+        f"What other normalizers make of the same logits, at L = {options.longest}: a mark a head, mean over rows. "
         "The Jacobian's spectral norm is exact.",
-        ("normaliser", *columns, "Jacobian norm", "its largest row", "entropy of"),
+        ("normalizer", *columns, "Jacobian norm", "its largest row", "entropy of"),
         rows,
     )
 

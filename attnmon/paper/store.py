@@ -22,7 +22,7 @@ Record = dict[str, Any]
 
 SETTINGS = "settings.json"
 UNITS = "units"
-_TEXT_COLUMNS = ("experiment", "module", "normaliser", "entropy_of")  # never numbers, whatever they look like
+_TEXT_COLUMNS = ("experiment", "module", "normalizer", "entropy_of")  # never numbers, whatever they look like
 
 
 class Store:

@@ -14,7 +14,7 @@ from attnmon.paper.options import Options
 _BYTES_A_TOKEN = 16  # more than any tokenizer makes of one token on average; if not, the whole text is read
 
 
-def tokenise(options: Options, tokenizer: Any, vocabulary: int) -> Tensor:
+def tokenize(options: Options, tokenizer: Any, vocabulary: int) -> Tensor:
     """The first ``options.tokens_needed`` tokens of the text.
 
     Args:

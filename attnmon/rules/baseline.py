@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnmon.rules.base import State
-from attnmon.rules.gate import Mask
+from attnmon.rules.debounce import Mask
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from attnmon.errors import AttnmonError
 from attnmon.rules.base import Hit, Rule, State, check_count, check_number, digits
-from attnmon.rules.gate import Gate
+from attnmon.rules.debounce import Debounce
 from attnmon.rules.heads import FloatVector, Frame
 from attnmon.rules.start import HotStart
 
@@ -58,8 +58,8 @@ class LimitRule(Rule):
         check_number(rule, "clear_fraction", self.clear_fraction, below=1.0, closed=True)
         check_number(rule, "hot_factor", self.hot_factor, above=1.0)
 
-    def _gate(self) -> Gate:
-        return Gate(self.patience, self.clear_steps, len(self.severities))
+    def _gate(self) -> Debounce:
+        return Debounce(self.patience, self.clear_steps, len(self.severities))
 
     def new_state(self, num_heads: int) -> State:
         return {**self._gate().new_state(num_heads), **HotStart(self.start_steps).new_state(num_heads)}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from attnmon.rules.base import Hit, Rule, State, check_count
-from attnmon.rules.gate import Gate
+from attnmon.rules.debounce import Debounce
 from attnmon.rules.heads import Frame
 
 
@@ -32,8 +32,8 @@ class NonFinite(Rule):
     def __post_init__(self) -> None:
         check_count("NonFinite", "clear_steps", self.clear_steps)
 
-    def _gate(self) -> Gate:
-        return Gate(patience=1, clear_steps=self.clear_steps)
+    def _gate(self) -> Debounce:
+        return Debounce(patience=1, clear_steps=self.clear_steps)
 
     def new_state(self, num_heads: int) -> State:
         return self._gate().new_state(num_heads)

@@ -22,7 +22,7 @@ import numpy as np
 from attnmon.errors import AttnmonError
 from attnmon.rules.base import Hit, Rule, State, check_count, check_number, digits
 from attnmon.rules.baseline import LaggedWindow
-from attnmon.rules.gate import Gate, Mask
+from attnmon.rules.debounce import Debounce, Mask
 from attnmon.rules.heads import FloatVector, Frame
 
 
@@ -68,8 +68,8 @@ class RelativeRule(Rule):
         if self.min_history is not None and self.min_history > self.window:
             raise AttnmonError(f"{rule}: min_history must be at most window ({self.window}), not {self.min_history!r}")
 
-    def _gate(self) -> Gate:
-        return Gate(self.patience, self.clear_steps)
+    def _gate(self) -> Debounce:
+        return Debounce(self.patience, self.clear_steps)
 
     def _baseline(self) -> LaggedWindow:
         return LaggedWindow(self.window, self.gap, self.min_history or self.window, self.sd_floor, self.refresh_every)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnmon.rules.base import State
-from attnmon.rules.gate import Mask, Positions
+from attnmon.rules.debounce import Mask, Positions
 
 
 @dataclass(frozen=True, slots=True)

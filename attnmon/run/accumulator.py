@@ -87,7 +87,7 @@ class Accumulator:
         with torch.no_grad():
             self._add(site, call, self._plan(site, call))
 
-    def choose(self, site: Site, batch: int) -> slice:
+    def sample_sequences(self, site: Site, batch: int) -> slice:
         """The sequences that a call's plan samples."""
         return choose_sequences(batch, self.settings, self._draw(site))
 

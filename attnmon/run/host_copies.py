@@ -28,7 +28,7 @@ class _Copy:
             event.synchronize()
 
 
-class Pending:
+class HostCopies:
     """A queue of finished steps whose numbers have not been read yet."""
 
     def __init__(self) -> None:

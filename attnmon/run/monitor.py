@@ -21,7 +21,7 @@ from attnmon.errors import AttnmonError, AttnmonWarning
 from attnmon.metrics import METRICS
 from attnmon.rules import Rule, RuleSet
 from attnmon.run.accumulator import Accumulator
-from attnmon.run.host_copies import Pending
+from attnmon.run.host_copies import HostCopies
 from attnmon.run.options import Options
 from attnmon.run.ranks import RankMerger, world_size
 from attnmon.stats.settings import Settings
@@ -47,22 +47,22 @@ class Monitor:
         self._settings = given.settings
         self._rules = RuleSet(given.rules)
         # what the model and torch get to hold must not hold the monitor: once dropped, it lets go of everything
-        warn_once = weakly(self._warn_once)
-        self._accumulator = Accumulator(given.settings, given.backend, weakly(self._call_fault), warn_once)
+        warn_once = weak_callback(self._warn_once)
+        self._accumulator = Accumulator(given.settings, given.backend, weak_callback(self._call_fault), warn_once)
         self._recorder = Recorder(
             model,
             self._accumulator,
             include=given.include,
             exclude=given.exclude,
             with_hidden=given.tokens == "hidden",
-            on_aside=warn_once,
+            on_left_alone=warn_once,
         )
         weakref.finalize(self, self._recorder.close).atexit = False
         self._writer = FanOut(given.writers, on_error=given.on_error)
         self._written_step: int | None = None
         self._group = given.process_group
         self._merger: RankMerger | None = None
-        self._pending = Pending()
+        self._pending = HostCopies()
         self._snapshot: Snapshot | None = None
         self._alerts: list[Alert] = []
         self._next_step = 0
@@ -70,7 +70,7 @@ class Monitor:
         self._open_step: int | None = None
         self._in_block = False  # the open step ends with its with-block, at the latest
         self._measuring = False
-        self._past: Past | None = None  # of a copy
+        self._past: ClosedState | None = None  # of a copy
         self._closed = False
         self._warned: set[str] = set()
         self._refused_calls = False  # in the open step
@@ -348,7 +348,7 @@ class Monitor:
     # A copy, pickled or not, is what the monitor had seen by then: closed, and without model, writers and rules.
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_copied, (self._past or Past.of(self),))
+        return (_copied, (self._past or ClosedState.of(self),))
 
     # -- faults ---------------------------------------------------------------------------------------------
 
@@ -390,7 +390,7 @@ class Monitor:
 
 
 @dataclass(frozen=True)
-class Past:
+class ClosedState:
     """What a monitor had seen when it was copied."""
 
     snapshot: Snapshot | None
@@ -402,7 +402,7 @@ class Past:
     write_every_n_steps: int
 
     @classmethod
-    def of(cls, monitor: Monitor) -> Past:
+    def of(cls, monitor: Monitor) -> ClosedState:
         return cls(
             monitor._snapshot,
             monitor.alerts,
@@ -414,7 +414,7 @@ class Past:
         )
 
 
-def _copied(past: Past) -> Monitor:
+def _copied(past: ClosedState) -> Monitor:
     """A closed monitor that tells what another had seen."""
     monitor = Monitor.__new__(Monitor)
     monitor._past, monitor._closed = past, True
@@ -425,7 +425,7 @@ def _copied(past: Past) -> Monitor:
     return monitor
 
 
-def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+def weak_callback(method: Callable[..., Any]) -> Callable[..., Any]:
     """A bound method that does not keep its object alive; does nothing once that is gone."""
     reference = weakref.WeakMethod(method)
 

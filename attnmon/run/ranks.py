@@ -65,9 +65,9 @@ class RankMerger:
 
     def _gather(self, step: int, local: dict[str, Tensor]) -> NDArray[np.float64]:
         """[ranks, numbers]: a flag for modules that the layout lacks, the step, the layout's matrices."""
-        strangers = any(self._layout.get(path) != matrix.shape[1] for path, matrix in local.items())
+        unknown_modules = any(self._layout.get(path) != matrix.shape[1] for path, matrix in local.items())
         device = self._device()
-        parts = [torch.tensor([strangers, step], dtype=torch.float64, device=device)]
+        parts = [torch.tensor([unknown_modules, step], dtype=torch.float64, device=device)]
         for path, count in self._layout.items():
             matrix = local.get(path)
             if matrix is None or matrix.shape[1] != count:

@@ -285,7 +285,7 @@ def _softmax(z: Floats) -> tuple[Floats, Floats, float]:
 def _finite_difference(
     outcomes: Floats, p_all: Floats, query_position: int, positions: Ints, tau: float, epsilon: float
 ) -> float:
-    """|softmax(z + eps v / tau) - softmax(z)| / eps over the keys; a sink is not moved, but renormalised.
+    """|softmax(z + eps v / tau) - softmax(z)| / eps over the keys; a sink is not moved, but renormalized.
 
     With a the move, taken relative to that of the largest outcome, and m = sum p expm1(a), the new weight minus
     the old one is ``p (expm1(a) - m) / (1 + m)``: free of cancellation for small steps and for one-hot rows.

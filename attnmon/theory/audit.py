@@ -323,13 +323,13 @@ STATEMENTS: tuple[Statement, ...] = (
         "Against autograd; reached by F = exp at a tie.",
         "`theory.normalizers.General`",
         (
-            _STATEMENTS_TEST + "test_other_normalisers",
+            _STATEMENTS_TEST + "test_other_normalizers",
             _NORMALIZERS + "test_general_form_bound_holds",
             _NORMALIZERS + "test_jacobian_norm_is_that_of_autograd",
         ),
     ),
     Statement(
-        "sparse normalisers",
+        "sparse normalizers",
         "Sparsemax: |J|_2 = 1/T, 0 for a support of one. alpha-entmax: J = (diag s - s s^T / sum s)/T, s = p^(2-alpha)",
         "arXiv 1602.02068, 1905.05702; ours (norm)",
         TRUE,

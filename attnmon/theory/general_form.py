@@ -1,4 +1,4 @@
-"""The general form of a normaliser, alpha_i = F(l_i, theta) / sum_j F(l_j, theta) (paper, arXiv 2508.17821, section 2).
+"""The general form of a normalizer, alpha_i = F(l_i, theta) / sum_j F(l_j, theta) (paper, arXiv 2508.17821, section 2).
 
 l are the standard scaled logits q.k / sqrt(d). Every Jacobian is with respect to l; hidden keys are no part of a row.
 """

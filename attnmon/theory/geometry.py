@@ -1,7 +1,7 @@
 """Distance d~ of a selected set of keys and Theorem 1(1) of the paper (arXiv 2508.17821, section 3).
 
 Notation: p weights of a row over its n visible keys, x_i their vectors, I_N the N keys of the largest weights (of
-equal ones the lowest index), s = sum over I_N of p_j x_j, not renormalised.
+equal ones the lowest index), s = sum over I_N of p_j x_j, not renormalized.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def bound_from(rows: TokenRows, top: Tensor, index: Tensor, inside: Tensor, top_
 def pair_squares(tokens: Tensor) -> Tensor:
     """|x_i - x_j|^2 of every pair of [n, E], float64 [n, n].
 
-    The cloud is centred first: vectors that share a large part would cancel against it.
+    The cloud is centerd first: vectors that share a large part would cancel against it.
     """
     x = tokens.double() - tokens.double().mean(0)
     squares = x.square().sum(-1)

@@ -1,4 +1,4 @@
-"""The spectral norm of diag(d) - U V^T without forming the matrix: what the Jacobian of many normalisers looks like.
+"""The spectral norm of diag(d) - U V^T without forming the matrix: what the Jacobian of many normalizers looks like.
 
 M = J^T J = D^2 + W C W^T with W = [D U, V] and C = [[0, -I], [-I, U^T U]]. By Haynsworth's inertia formula the number
 of eigenvalues of M above t is

@@ -1,4 +1,4 @@
-"""Normalisers side by side on the same logits: weights, exact sensitivity, entropy.
+"""Normalizers side by side on the same logits: weights, exact sensitivity, entropy.
 
 Some of what is used in the place of softmax has weights that do not sum to one: ``sums_to_one`` says so, and
 ``entropy_of`` says what the entropy is then taken of. "The paper" is arXiv 2508.17821.
@@ -189,10 +189,10 @@ class Sparsemax(Normalizer):
 
 @dataclass(frozen=True)
 class SelfAdjustedSoftmax(Normalizer):
-    """SA-softmax: l_i p_i, p = softmax(l); normalised: (l_i - m) / (M - m) p_i, m = min(min l, 0), M = max(max l, 0).
+    """SA-softmax: l_i p_i, p = softmax(l); normalized: (l_i - m) / (M - m) p_i, m = min(min l, 0), M = max(max l, 0).
 
     The weights sum to sum l_i p_i, or to something in [0, 1]: not to one, in either variant. The plain variant's may be
-    negative. Where min l or max l is tied the normalised variant has no derivative; the norm is then that of the
+    negative. Where min l or max l is tied the normalized variant has no derivative; the norm is then that of the
     Jacobian that moves the first of the tied keys. NaN where all logits are 0, which leaves 0/0.
     """
 
@@ -203,7 +203,7 @@ class SelfAdjustedSoftmax(Normalizer):
 
     @property
     def label(self) -> str:
-        return f"self-adjusted softmax{' (normalised variant)' if self.normalized else ''}"
+        return f"self-adjusted softmax{' (normalized variant)' if self.normalized else ''}"
 
     def _scaled(self, z: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """p, m and M."""
@@ -234,7 +234,7 @@ class SelfAdjustedSoftmax(Normalizer):
 
 @dataclass(frozen=True)
 class Sigmoid(Normalizer):
-    """sigmoid(l / T + b), key by key: nothing is normalised. J is diagonal, its norm max a (1 - a) / T <= 1/(4T).
+    """sigmoid(l / T + b), key by key: nothing is normalized. J is diagonal, its norm max a (1 - a) / T <= 1/(4T).
 
     b: None is -ln n, n the visible keys of the row, as its source recommends.
     """
@@ -267,7 +267,7 @@ class Sigmoid(Normalizer):
 
 
 def default_normalizers() -> tuple[Normalizer, ...]:
-    """Each normaliser of this module with its default parameters; both variants of SA-softmax."""
+    """Each normalizer of this module with its default parameters; both variants of SA-softmax."""
     return (
         Softmax(),
         SoftmaxWithSink(),
@@ -283,7 +283,7 @@ def default_normalizers() -> tuple[Normalizer, ...]:
 def compare(
     logits: Tensor, normalizers: Iterable[Normalizer] | None = None, visible: Tensor | None = None
 ) -> list[dict[str, Any]]:
-    """The normalisers side by side on the same rows.
+    """The normalizers side by side on the same rows.
 
     Args:
         logits: l, [..., n].
@@ -291,7 +291,7 @@ def compare(
         visible: bool, broadcastable to [..., n]; None: all keys.
 
     Returns:
-        Tidy records, one for each normaliser and metric: "normalizer", "sums_to_one", "entropy_of", "metric",
+        Tidy records, one for each normalizer and metric: "normalizer", "sums_to_one", "entropy_of", "metric",
         "value", "rows" (that the value is taken over; rows whose value is not finite are left out). Metrics, means
         over rows unless said: "weight_sum"; "max_weight"; "support", the share of visible keys whose weight is not 0;
         "entropy" in nats; "entropy_norm", over its largest value, rows of two or more keys; "jacobian", exact

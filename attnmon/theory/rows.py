@@ -2,7 +2,7 @@
 
 A row is one query's weights p over its n visible keys; x_i is key i's vector, y_i = p_i x_i. Sums and distances come
 from products (x_i . v, |x_i|^2) in float64, not from [rows, keys, E] differences; rows in which that cancels are
-recomputed from difference vectors. As in ``attnmon.stats.streaming.separation``, distances from one centre c are
+recomputed from difference vectors. As in ``attnmon.stats.streaming.separation``, distances from one center c are
 ordered by their excess |a_i x_i - c|^2 - |c|^2 = a_i (a_i |x_i|^2 - 2 c.x_i), which keeps its digits where a_i is tiny.
 """
 
@@ -93,45 +93,45 @@ class TokenRows:
         return (norms if self.visible is None else torch.where(self.visible, norms, 0.0)).amax(-1)
 
     def offsets(
-        self, scale: Tensor, centre: Tensor, among: Tensor | None, along: Tensor | None = None
+        self, scale: Tensor, center: Tensor, among: Tensor | None, along: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """How far scale_i x_i lies from the centre, for every key.
+        """How far scale_i x_i lies from the center, for every key.
 
         Args:
             scale: [..., n].
-            centre: [..., E].
+            center: [..., E].
             among: bool [..., n], the keys whose distances must keep their digits though they be small; None: all.
-            along: x_i . centre, if it is known.
+            along: x_i . center, if it is known.
 
         Returns:
             A key that orders each row's distances exactly, and the distances themselves, both [..., n]. The
             entries of hidden keys mean nothing.
         """
-        along = self.along(centre) if along is None else along
-        centre_square = centre.square().sum(-1)
+        along = self.along(center) if along is None else along
+        center_square = center.square().sum(-1)
         order = scale * (scale * self.squares - 2.0 * along)
-        square = (order + centre_square[..., None]).clamp_(min=0.0)
+        square = (order + center_square[..., None]).clamp_(min=0.0)
         seen = self.visible if among is None else among
         least = (square if seen is None else torch.where(seen, square, math.inf)).amin(-1)
         lengths = square.sqrt_()
-        close = least < _CANCELS * centre_square
+        close = least < _CANCELS * center_square
         if close.any():
-            self._recompute(close, scale, centre, order, lengths)
+            self._recompute(close, scale, center, order, lengths)
         return order, lengths
 
-    def _recompute(self, rows: Tensor, scale: Tensor, centre: Tensor, order: Tensor, lengths: Tensor) -> None:
+    def _recompute(self, rows: Tensor, scale: Tensor, center: Tensor, order: Tensor, lengths: Tensor) -> None:
         """Overwrite the marked rows of ``order`` and ``lengths`` by distances from difference vectors."""
         block = max(1, _EXACT_ELEMENTS // max(1, self.x.shape[-1] * self.x.shape[-2]))
         picked = rows.nonzero()
         if rows.ndim == 0:  # a single row has no index
-            gaps = torch.linalg.vector_norm(self.x * scale[..., None] - centre, dim=-1)
+            gaps = torch.linalg.vector_norm(self.x * scale[..., None] - center, dim=-1)
             order.copy_(gaps)
             lengths.copy_(gaps)
             return
         for chunk in picked.split(block):
             at = chunk.unbind(-1)
             x = self.x if self.shared else self.x[at]
-            gaps = torch.linalg.vector_norm(x * scale[at][..., None] - centre[at][:, None], dim=-1)
+            gaps = torch.linalg.vector_norm(x * scale[at][..., None] - center[at][:, None], dim=-1)
             order[at] = gaps
             lengths[at] = gaps
 

@@ -1,4 +1,4 @@
-"""From a metric's values to positions on a colour bar, and the bar's ticks."""
+"""From a metric's values to positions on a color bar, and the bar's ticks."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _linear_scale(lo: float, hi: float) -> Scale:
 def _log_scale(lo: float, hi: float) -> Scale:
     last = _series_ceil(hi)
     first = max(_series_floor(lo), last - 3 * _MOST_DECADES)
-    if last - first < 2:  # less than half a decade: the noise would fill the whole colour bar
+    if last - first < 2:  # less than half a decade: the noise would fill the whole color bar
         first, last = first - 1, last + 1
     every = 1 if last - first <= 6 else 3
     ticks = tuple(_series_value(index) for index in range(first, last + 1) if every == 1 or index % 3 == 0)

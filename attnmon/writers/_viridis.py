@@ -1,4 +1,4 @@
-"""The viridis colour map (Nathaniel Smith, Stefan van der Walt; CC0): perceptually uniform, also if colour-blind."""
+"""The viridis color map (Nathaniel Smith, Stefan van der Walt; CC0): perceptually uniform, also if color-blind."""
 
 from __future__ import annotations
 

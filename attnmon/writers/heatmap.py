@@ -17,21 +17,21 @@ from attnmon.writers._describe import choices, pool, short_paths, unit_label
 from attnmon.writers._scale import Scale, format_tick, scale_for
 from attnmon.writers._viridis import VIRIDIS
 
-# One byte a pixel: 240 colours and 16 greys, white first. A palette PNG is smaller than an RGB one and encodes faster.
-_COLOURS = 240
-_WHITE = _COLOURS
+# One byte a pixel: 240 colors and 16 grays, white first. A palette PNG is smaller than an RGB one and encodes faster.
+_COLORS = 240
+_WHITE = _COLORS
 _ABSENT, _NO_DATA, _HATCH = _WHITE + 1, _WHITE + 3, _WHITE + 8
-_GREYS = np.repeat(np.linspace(255, 0, 256 - _COLOURS).round().astype(np.uint8)[:, None], 3, axis=1)
-_AT = np.linspace(0, 255, _COLOURS)
+_GRAYS = np.repeat(np.linspace(255, 0, 256 - _COLORS).round().astype(np.uint8)[:, None], 3, axis=1)
+_AT = np.linspace(0, 255, _COLORS)
 _SHADES = np.stack([np.interp(_AT, np.arange(256), channel) for channel in VIRIDIS.T], axis=1)
-_PALETTE = np.concatenate([_SHADES.round().astype(np.uint8), _GREYS])
+_PALETTE = np.concatenate([_SHADES.round().astype(np.uint8), _GRAYS])
 
 _TEXT, _SMALL = 13, 11  # font sizes in pixels
 _BLACK, _PALE = 5, 3  # palette steps for each of a glyph's three shades
 _TOP, _BOTTOM, _PAD, _BAR_WIDTH, _BAR_LEAST_HEIGHT = 58, 32, 6, 12, 120
 # TensorBoard fits every picture to a card 350 pixels wide, without smoothing: at that width text stays as drawn.
 _CARD = 350
-_BAR_STEP = 3  # pixels of one shade in the colour bar: it was a quarter of the PNG with one
+_BAR_STEP = 3  # pixels of one shade in the color bar: it was a quarter of the PNG with one
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,9 @@ def require_pillow() -> None:
 def render_heads(snapshot: Snapshot, metric: str) -> NDArray[np.uint8]:
     """The picture as uint8 [height, width, 3], RGB.
 
-    Colours are viridis over [0, 1] for metrics with that range, otherwise over this snapshot's finite values widened
-    to round ticks, logarithmic where ``METRICS[metric].log_scale``. A hatched grey cell is a head without data, a pale
-    grey one a head that this layer does not have. Infinite values take the end of the colour bar. The title names
+    Colors are viridis over [0, 1] for metrics with that range, otherwise over this snapshot's finite values widened
+    to round ticks, logarithmic where ``METRICS[metric].log_scale``. A hatched gray cell is a head without data, a pale
+    gray one a head that this layer does not have. Infinite values take the end of the color bar. The title names
     metric, unit, step and the choices that the number depends on.
 
     Raises:
@@ -154,14 +154,14 @@ def _paint_cells(
 ) -> NDArray[np.uint8]:
     no_data = np.isnan(values)
     positions = np.where(no_data, 0.0, scale.positions(values))
-    cells = (positions * (_COLOURS - 1)).round().astype(np.uint8)
+    cells = (positions * (_COLORS - 1)).round().astype(np.uint8)
     cells[no_data] = _NO_DATA
     cells[~exists] = _ABSENT
     big = cells.repeat(plan.cell_height, axis=0).repeat(plan.cell_width, axis=1)
     if no_data.any():
         rows, columns = np.ogrid[: big.shape[0], : big.shape[1]]
         big[((rows + columns) % 5 == 0) & (big == _NO_DATA)] = _HATCH
-    if min(plan.cell_width, plan.cell_height) >= 8:  # a white seam tells neighbours apart
+    if min(plan.cell_width, plan.cell_height) >= 8:  # a white seam tells neighbors apart
         big[plan.cell_height - 1 :: plan.cell_height] = _WHITE
         big[:, plan.cell_width - 1 :: plan.cell_width] = _WHITE
     return np.asarray(big, dtype=np.uint8)
@@ -180,7 +180,7 @@ def _put_axes(canvas: NDArray[np.uint8], labels: list[str], num_heads: int, plan
 
 def _put_bar(canvas: NDArray[np.uint8], unit: str, scale: Scale, plan: Layout) -> None:
     rows = np.arange(plan.bar_height) // _BAR_STEP
-    shades = ((1 - rows / rows[-1]) * (_COLOURS - 1)).round().astype(np.uint8)
+    shades = ((1 - rows / rows[-1]) * (_COLORS - 1)).round().astype(np.uint8)
     right = plan.bar_left + _BAR_WIDTH
     canvas[plan.top : plan.top + plan.bar_height, plan.bar_left : right] = shades[:, None]
     _put(canvas, unit, plan.bar_left, plan.top - 15, shade=_PALE)
@@ -236,7 +236,7 @@ def _put(
     size: int = _SMALL,
     shade: int = _BLACK,
 ) -> None:
-    """Text whose middle line is at ``y``; ``align`` 0 begins at ``x``, 0.5 is centred there, 1 ends there."""
+    """Text whose middle line is at ``y``; ``align`` 0 begins at ``x``, 0.5 is centerd there, 1 ends there."""
     glyphs = _glyphs(text, size)
     top, left = round(y - glyphs.shape[0] / 2), max(round(x - align * glyphs.shape[1]), 0)
     area = canvas[top : top + glyphs.shape[0], left : left + glyphs.shape[1]]
@@ -250,6 +250,6 @@ def _glyphs(text: str, size: int) -> NDArray[np.uint8]:
 
     font = ImageFont.load_default(size)
     image = Image.new("L", (math.ceil(font.getlength(text)), size + 4), 0)
-    # Centred on the height of a capital, the same for every text, so that neighbouring labels stand level.
+    # Centerd on the height of a capital, the same for every text, so that neighboring labels stand level.
     ImageDraw.Draw(image).text((0, size // 2 + 2 + round(0.36 * size)), text, fill=255, font=font, anchor="ls")
     return np.asarray(image, dtype=np.uint8) // 64

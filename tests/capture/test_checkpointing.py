@@ -15,7 +15,7 @@ from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import attnmon
-from tests.capture.weights import EVERYTHING, assert_heads, randomise
+from tests.capture.weights import EVERYTHING, assert_heads, randomize
 
 WIDTH, HEADS, LENGTH = 24, 3, 10
 
@@ -87,7 +87,7 @@ class Model(nn.Module):
 
 def make(kind, how=None):
     torch.manual_seed(0)
-    return randomise(Model(kind, how), std=0.3).train()
+    return randomize(Model(kind, how), std=0.3).train()
 
 
 def inputs(seed=1):
@@ -194,7 +194,7 @@ def test_transformers(reentrant, attention):
             intermediate_size=48, pad_token_id=0, bos_token_id=1, eos_token_id=1, use_cache=False,
         )  # fmt: skip
         config._attn_implementation = attention
-        model = randomise(transformers.LlamaForCausalLM(config)).train()
+        model = randomize(transformers.LlamaForCausalLM(config)).train()
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
             model.enable_input_require_grads()
@@ -221,7 +221,7 @@ def test_gradients_taken_inside_a_forward_are_not_a_recomputation():
             return self.blocks[2](self.blocks[1](first)) + slope
 
     torch.manual_seed(0)
-    model = randomise(Penalty("eager"), std=0.3).train()
+    model = randomize(Penalty("eager"), std=0.3).train()
     with attnmon.watch(model, **EVERYTHING) as monitor:
         with monitor.step():
             model(inputs()).sum().backward()

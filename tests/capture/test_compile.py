@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import attnmon
-from tests.capture.weights import EVERYTHING, assert_heads, randomise
+from tests.capture.weights import EVERYTHING, assert_heads, randomize
 
 WIDTH, HEADS = 24, 3
 
@@ -88,7 +88,7 @@ KINDS = ("sdpa", "prescaled", "eager", "sink", "mha")
 
 def make(kind="sdpa"):
     torch.manual_seed(0)
-    return randomise(Model(kind), std=0.3).train()
+    return randomize(Model(kind), std=0.3).train()
 
 
 def batches(count, length=12, batch=3):
@@ -346,7 +346,7 @@ def test_graph_breaks_are_allowed():
             return x
 
     torch.manual_seed(0)
-    model = randomise(Broken(), std=0.3).train()
+    model = randomize(Broken(), std=0.3).train()
     compiled = torch.compile(model, backend="aot_eager")
     data = batches(3)
     with attnmon.watch(compiled, **EVERYTHING) as monitor:
@@ -364,7 +364,7 @@ def test_models_of_transformers_compile_with_every_layer_seen():
     ids = torch.randint(0, 90, (3, 20), generator=torch.Generator().manual_seed(0))
     for attention in ("sdpa", "eager"):
         config._attn_implementation = attention
-        model, counter = randomise(transformers.GPT2LMHeadModel(config)).train(), CompileCounterWithBackend("aot_eager")
+        model, counter = randomize(transformers.GPT2LMHeadModel(config)).train(), CompileCounterWithBackend("aot_eager")
         compiled = torch.compile(model, backend=counter, fullgraph=True)
         with attnmon.watch(compiled, **EVERYTHING) as monitor, attnmon.watch(model, **EVERYTHING) as plain:
             for _ in range(3):

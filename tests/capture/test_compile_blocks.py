@@ -184,7 +184,7 @@ PLACES = {
     "enter": (attnmon.capture.recorder.Recorder, "enter"),
     "frame": (attnmon.capture.recorder.Recorder, "_frame"),
     "leave": (attnmon.capture.recorder.Recorder, "leave"),
-    "operator": (attnmon.capture.compiled.emitted.TracedCalls, "_call"),
+    "operator": (attnmon.capture.compiled.emitted.GraphCalls, "_call"),
 }
 
 

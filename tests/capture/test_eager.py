@@ -11,7 +11,7 @@ from torch import nn
 
 import attnmon
 from attnmon.capture.routes.contractions import contracted_size, values_of
-from tests.capture.weights import EVERYTHING, assert_heads, entropy, jacobian, of_rows, randomise, watched
+from tests.capture.weights import EVERYTHING, assert_heads, entropy, jacobian, of_rows, randomize, watched
 
 B, H, L, D = 3, 4, 12, 6
 WIDTH = H * D
@@ -50,7 +50,7 @@ def inputs(seed=1):
 
 def measure(function, x=None, **options):
     torch.manual_seed(0)
-    model = randomise(nn.Sequential(Attention(function, **options)), std=0.3)
+    model = randomize(nn.Sequential(Attention(function, **options)), std=0.3)
     snapshot, coverage = watched(model, inputs() if x is None else x)
     return model[0], snapshot, coverage["0"]
 
@@ -537,7 +537,7 @@ class Classifier(nn.Module):
 @pytest.mark.filterwarnings("error::attnmon.AttnmonWarning")
 @pytest.mark.parametrize("how", ["flat", "bmm", "four axes", "einsum"])
 def test_routers_and_classifiers_are_no_attention(how):
-    model = randomise(nn.Sequential(Attention(PRODUCTS["at"]), Router(how), Classifier()))
+    model = randomize(nn.Sequential(Attention(PRODUCTS["at"]), Router(how), Classifier()))
     monitor = attnmon.watch(model, **EVERYTHING)
     for _ in range(2):
         with monitor.step():
@@ -572,7 +572,7 @@ def test_parts_of_attention_in_modules_of_their_own():
             super().__init__(lambda m, q, k, v: m.weigh(q @ k.mT) @ v)
             self.weigh = ScaleMaskSoftmax()
 
-    model = randomise(nn.Sequential(Split()), std=0.3)
+    model = randomize(nn.Sequential(Split()), std=0.3)
     monitor = attnmon.watch(model, **EVERYTHING)
     for _ in range(2):
         with monitor.step():
@@ -598,7 +598,7 @@ def test_a_scale_given_outside_reaches_the_inner_module(name):
             super().__init__(lambda m, q, k, v: m.core_attention(q * SCALE, k, v))
             self.core_attention = Inner()
 
-    model = randomise(nn.Sequential(Outer()), std=0.3)
+    model = randomize(nn.Sequential(Outer()), std=0.3)
     snapshot, coverage = watched(model, inputs())
     (path,) = snapshot.modules
     assert coverage[path].status == "captured"

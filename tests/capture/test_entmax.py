@@ -9,7 +9,7 @@ from torch import nn
 
 import attnmon
 from attnmon.capture.routes.eager_tracker import EagerTracker
-from attnmon.capture.routes.entmax import describe_normaliser
+from attnmon.capture.routes.entmax import describe_normalizer
 from tests.helpers import assert_stats_close
 from tests.stats.weights_oracle import weight_stats
 
@@ -21,12 +21,12 @@ EVERY_ROW = {"rows": None, "sequences": None, "top_n": 4, "on_error": "raise"}
 
 
 class SparseAttention(nn.Module):
-    """Causal; keeps what its normaliser read and made."""
+    """Causal; keeps what its normalizer read and made."""
 
-    def __init__(self, normaliser, hide=float("-inf")):
+    def __init__(self, normalizer, hide=float("-inf")):
         super().__init__()
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.normaliser, self.hide = normaliser, hide
+        self.normalizer, self.hide = normalizer, hide
         self.seen = None
 
     def forward(self, hidden):
@@ -35,7 +35,7 @@ class SparseAttention(nn.Module):
         scores = q @ k.transpose(-1, -2) * 2.0
         ahead = torch.ones(length, length, dtype=torch.bool).triu(1)
         scores = scores.masked_fill(ahead, self.hide)
-        weights = self.normaliser(scores)
+        weights = self.normalizer(scores)
         self.seen = (scores.detach(), weights.detach(), v.detach())
         return (weights @ v).transpose(1, 2).flatten(2)
 
@@ -202,12 +202,12 @@ def test_a_graph_that_holds_the_function_refuses_the_call(monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     tracker, (query, scores) = EagerTracker(Listener()), torch.randn(2, 1, 2, 4, 4)
     tracker.saw(torch.matmul, (query, query), {}, scores)
-    tracker.normalised(describe_normaliser("entmax15", entmax15, (scores,), {}, entmax15(scores)))
+    tracker.normalized(describe_normalizer("entmax15", entmax15, (scores,), {}, entmax15(scores)))
     assert tracker._listener.reason == "entmax15 in a compiled graph"
 
 
 def test_sampled_rows_and_classifiers_beside():
-    """A normaliser whose result weighs nothing is no attention; sampling takes rows of logits and weights alike."""
+    """A normalizer whose result weighs nothing is no attention; sampling takes rows of logits and weights alike."""
 
     class Classified(Model):
         def forward(self, hidden):

@@ -278,7 +278,7 @@ def test_sampled_rows_see_keys():
     assert np.isfinite(snapshot["entropy"]["layers.1"]).all()
 
 
-def test_a_call_that_cannot_be_honoured_is_refused_with_a_reason():
+def test_a_call_that_cannot_be_honored_is_refused_with_a_reason():
     net = Net(lambda *args, **kwargs: flex_attention(*args, **kwargs, scale=-1.0))
     with attnmon.watch(net) as monitor:
         with pytest.warns(attnmon.AttnmonWarning, match="scale"), monitor.step():
@@ -302,7 +302,7 @@ def test_blocks_and_function_agree_where_one_was_made_of_the_other(mask_mod, hea
     assert torch.equal(mask_rows(_listed_blocks(block_mask.as_tuple()), *index), mask_rows(mask_mod, *index))
 
 
-def test_blocks_alone_are_honoured_where_the_kernel_is_fused():
+def test_blocks_alone_are_honored_where_the_kernel_is_fused():
     """A block mask made of lists of blocks: its function does not say what is skipped."""
     count, indices = torch.tensor([[[1, 2, 1]]]), torch.tensor([[[[2, 0, 1], [0, 1, 2], [1, 0, 2]]]])
     block_mask = BlockMask.from_kv_blocks(count.int(), indices.int(), BLOCK_SIZE=16, mask_mod=two_sided)

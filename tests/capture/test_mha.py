@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnmon
-from tests.capture.weights import EVERYTHING, assert_heads, entropy, jacobian, of_rows, randomise, watched
+from tests.capture.weights import EVERYTHING, assert_heads, entropy, jacobian, of_rows, randomize, watched
 
 B, H, L, S, E = 3, 4, 9, 11, 24
 
@@ -54,7 +54,7 @@ class Holder(nn.Module):
 
 def check(mha, query, key, value, valid=None, heads=H, options=None, **arguments):
     """Runs with and without weights asked for; valid [B, Lq]: the queries that are not padding."""
-    model = randomise(Holder(mha), std=0.4)
+    model = randomize(Holder(mha), std=0.4)
     for name in ("in_proj_bias", "bias_k", "bias_v"):
         parameter = getattr(mha, name)
         if parameter is not None:
@@ -147,7 +147,7 @@ def test_causal_hint_goes_with_its_mask():
 def test_causal_without_weights_needs_no_mask_at_all():
     mha = nn.MultiheadAttention(E, H)
     x = draw(L, B, E)
-    model = randomise(Holder(mha, attn_mask=attn_mask("2-D bool", L, L), is_causal=True, need_weights=False), std=0.4)
+    model = randomize(Holder(mha, attn_mask=attn_mask("2-D bool", L, L), is_causal=True, need_weights=False), std=0.4)
     with torch.no_grad():
         weights = mha(x, x, x, attn_mask=attn_mask("2-D bool", L, L), average_attn_weights=False)[1]
     snapshot, _ = watched(model, x, x, x)
@@ -192,7 +192,7 @@ def test_the_function_called_directly(separate, masks):
             )  # fmt: skip
             return output
 
-    model = randomise(nn.Sequential(Functional()), std=0.4)
+    model = randomize(nn.Sequential(Functional()), std=0.4)
     query, key = draw(L, B, E), draw(keys, B, 10 if separate else E, seed=2)
     snapshot, coverage = watched(Both(model[0]), query, key)
     (path,) = snapshot.modules
@@ -232,7 +232,7 @@ def test_static_keys_are_refused():
 def test_few_sequences_are_projected():
     """The projections that attnmon makes again are of the sampled sequences alone."""
     mha = nn.MultiheadAttention(E, H, batch_first=True)
-    model = randomise(Holder(mha), std=0.4)
+    model = randomize(Holder(mha), std=0.4)
     x = draw(16, L, E)
     sizes, linear = [], F.linear
 
@@ -284,7 +284,7 @@ def test_transformer_encoder_and_decoder(batch_first, norm_first):
     model = nn.Transformer(
         E, H, 2, 2, dim_feedforward=16, dropout=0.0, batch_first=batch_first, norm_first=norm_first
     ).train()  # fmt: skip
-    randomise(model, std=0.4).train()
+    randomize(model, std=0.4).train()
     source, target = draw(B, S, E), draw(B, L, E, seed=2)
     if not batch_first:
         source, target = source.transpose(0, 1), target.transpose(0, 1)

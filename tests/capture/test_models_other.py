@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import attnmon
-from tests.capture.weights import EVERYTHING, assert_heads, entropy, jacobian, of_rows, randomise, watched
+from tests.capture.weights import EVERYTHING, assert_heads, entropy, jacobian, of_rows, randomize, watched
 
 WIDTH, HEADS, LENGTH, BATCH = 24, 3, 14, 3
 CAUSAL = torch.tril(torch.ones(LENGTH, LENGTH, dtype=torch.bool))
@@ -40,7 +40,7 @@ def vision(name, attention):
     }[name]()  # fmt: skip
     config._attn_implementation = attention
     model = {"vit": "ViTModel", "clip": "CLIPModel", "swin": "SwinModel"}[name]
-    return randomise(getattr(transformers, model)(config))
+    return randomize(getattr(transformers, model)(config))
 
 
 VISION = {
@@ -230,7 +230,7 @@ WRITTEN = {
 @pytest.mark.parametrize("name", WRITTEN)
 def test_attention_as_people_write_it(name):
     layer, heads, route = WRITTEN[name]
-    model = randomise(Stack(layer(), layer()))
+    model = randomize(Stack(layer(), layer()))
     assert_own_weights(model, *watched(model, hidden()), [f"layers.{i}" for i in range(2)], heads, route)
 
 
@@ -276,7 +276,7 @@ class Convolution(nn.Module):
 
 @pytest.mark.parametrize("block", [Block, SdpaBlock])
 def test_a_plain_function_is_reported_under_its_callers_path(block):
-    model = randomise(Stack(block(), Convolution(), block()))
+    model = randomize(Stack(block(), Convolution(), block()))
     monitor = attnmon.watch(model, **EVERYTHING)
     for _ in range(2):  # the second step watches only what made calls
         with monitor.step():
@@ -292,7 +292,7 @@ class RecurrentMixer(Convolution):
 
 
 def test_a_hybrid_has_nothing_to_report_of_layers_without_attention():
-    model = randomise(Stack(CausalSelfAttention(False), Convolution(), RecurrentMixer(), TimmAttention(True, True)))
+    model = randomize(Stack(CausalSelfAttention(False), Convolution(), RecurrentMixer(), TimmAttention(True, True)))
     snapshot, coverage = watched(model, hidden())
     assert_own_weights(model, snapshot, coverage, ["layers.0", "layers.3"], HEADS)
     assert snapshot.modules == ("layers.0", "layers.3")
@@ -324,7 +324,7 @@ class MultiHeadAttention(nn.Module):
 
 
 def test_one_module_a_head():
-    model = randomise(Stack(MultiHeadAttention()))
+    model = randomize(Stack(MultiHeadAttention()))
     snapshot, coverage = watched(model, hidden())
     assert_own_weights(model, snapshot, coverage, [f"layers.0.heads.{i}" for i in range(3)], 1)
 
@@ -339,7 +339,7 @@ def x_transformer(**options):
         num_tokens=90, max_seq_len=32,
         attn_layers=x_transformers.Decoder(dim=32, depth=2, heads=4, attn_dim_head=8, **options),
     )  # fmt: skip
-    return randomise(model)
+    return randomize(model)
 
 
 X_OPTIONS = {
@@ -394,7 +394,7 @@ def test_what_is_not_seen_is_refused_and_named():
 def test_cross_attention_of_x_transformers():
     x_transformers = pytest.importorskip("x_transformers")
     torch.manual_seed(1)
-    model = randomise(
+    model = randomize(
         x_transformers.XTransformer(
             dim=32, enc_num_tokens=90, enc_depth=1, enc_heads=4, enc_max_seq_len=16, enc_attn_dim_head=8,
             dec_num_tokens=90, dec_depth=1, dec_heads=2, dec_max_seq_len=16, dec_attn_dim_head=8,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import attnmon
-from tests.capture.weights import EVERYTHING, assert_heads, entropy, jacobian, of_rows, randomise, watched
+from tests.capture.weights import EVERYTHING, assert_heads, entropy, jacobian, of_rows, randomize, watched
 
 transformers = pytest.importorskip("transformers")
 
@@ -96,7 +96,7 @@ def build(model, config, attention):
     torch.manual_seed(1)
     config = config(transformers)
     config._attn_implementation = attention
-    return randomise(getattr(transformers, model)(config))
+    return randomize(getattr(transformers, model)(config))
 
 
 @pytest.mark.parametrize("padding", [None, LEFT, RIGHT], ids=["full", "left", "right"])
@@ -191,7 +191,7 @@ def test_encoder_decoder_and_cross(name, attention, targets):
         torch.manual_seed(1)
         made = config()
         made._attn_implementation = implementation
-        return randomise(getattr(transformers, cls)(made))
+        return randomize(getattr(transformers, cls)(made))
 
     inputs = {"decoder_input_ids": IDS[:, :targets]}
     source = torch.ones(B, L, dtype=torch.bool)

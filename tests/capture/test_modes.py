@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 import attnmon
-from attnmon.capture import notes
+from attnmon.capture import deferred
 from attnmon.capture.below import DRY_RUN, below_modes
 from tests.capture.attention_kinds import (
     KINDS,
@@ -199,7 +199,7 @@ def test_a_call_whose_tensors_change_is_refused_and_the_next_ones_are_measured_a
             with plain.step():
                 twin(x)
         (record,) = monitor.coverage()
-        assert (record.calls, record.refused) == (2, {notes.CHANGED: 1})
+        assert (record.calls, record.refused) == (2, {deferred.CHANGED: 1})
         one, other = monitor.flush(), plain.flush()
         assert_heads(one["entropy"]["0"], torch.from_numpy(other["entropy"]["0"]), 1e-6)
 
@@ -240,23 +240,23 @@ def test_weights_that_are_freed_before_the_forward_ends_are_noticed():
                     model(inputs())
         model.inner.give_back()
     (record,) = monitor.coverage()
-    assert (record.calls, record.refused) == (1, {notes.CHANGED: 1})
+    assert (record.calls, record.refused) == (1, {deferred.CHANGED: 1})
 
 
 def test_what_is_held_is_bounded(monkeypatch):
     """Under checkpointing nothing else keeps queries and keys: beyond a bound they are measured in the forward."""
     waiting = []
-    real = notes.Notes.add
+    real = deferred.DeferredCalls.add
 
     def add(self, *args):
         real(self, *args)
-        waiting.append(len(self._notes))
+        waiting.append(len(self._deferred))
 
-    monkeypatch.setattr(notes.Notes, "add", add)
+    monkeypatch.setattr(deferred.DeferredCalls, "add", add)
     model = Model("sdpa", layers=6)
     one_call = 3 * inputs().nbytes
     for bound, expected in ((1 << 28, [1, 2, 3, 4, 5, 6]), (2 * one_call, [1, 2, 0, 1, 2, 0]), (0, [0] * 6)):
-        monkeypatch.setattr(notes, "HELD_BYTES", bound)
+        monkeypatch.setattr(deferred, "HELD_BYTES", bound)
         waiting.clear()
         with watch(model) as monitor, monitor.step():
             model(inputs()).sum().backward()
@@ -269,8 +269,8 @@ def test_nothing_is_held_after_a_step():
     with watch(model) as monitor:
         with monitor.step():
             model(inputs()).sum().backward()
-        assert not monitor._recorder._notes._notes
+        assert not monitor._recorder._deferred._deferred
         model.layers[1].register_forward_hook(lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError), monitor.step():
             model(inputs())
-        assert not monitor._recorder._notes._notes
+        assert not monitor._recorder._deferred._deferred

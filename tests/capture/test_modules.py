@@ -15,7 +15,7 @@ from torch.overrides import _get_current_function_mode_stack as function_modes
 
 import attnmon
 from attnmon.capture import modules as names
-from tests.capture.weights import EVERYTHING, assert_heads, entropy, randomise, watched
+from tests.capture.weights import EVERYTHING, assert_heads, entropy, randomize, watched
 
 WIDTH, HEADS, LENGTH = 24, 3, 10
 
@@ -62,7 +62,7 @@ PATHS = ["layers.0.attn", "layers.1.attn", "layers.2.attn"]
 
 def make(attention=Attention):
     torch.manual_seed(0)
-    return randomise(Model(attention), std=0.3).train()
+    return randomize(Model(attention), std=0.3).train()
 
 
 def inputs(seed=1, batch=3):
@@ -300,7 +300,7 @@ class Shared(nn.Module):
 @pytest.mark.parametrize("attention", [Attention, EagerAttention])
 def test_a_module_used_several_times_merges_by_rows(attention):
     torch.manual_seed(0)
-    model = randomise(Shared(attention), std=0.3)
+    model = randomize(Shared(attention), std=0.3)
     monitor = attnmon.watch(model, **EVERYTHING)
     x, separate = inputs(), []
     for _ in range(2):
@@ -324,7 +324,7 @@ def test_albert():
         intermediate_size=48, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0,
     )  # fmt: skip
     config._attn_implementation = "eager"
-    model = randomise(transformers.AlbertModel(config))
+    model = randomize(transformers.AlbertModel(config))
     ids = torch.randint(2, 88, (2, 12), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         weights = model(ids, output_attentions=True).attentions

@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import attnmon
-from tests.capture.weights import EVERYTHING, assert_heads, entropy, of_rows, randomise, watched
+from tests.capture.weights import EVERYTHING, assert_heads, entropy, of_rows, randomize, watched
 
 OURS = str(Path(attnmon.__file__).parent)
 # frames of ours inside of which the model's own call runs
-PASSING_ON = {"__torch_function__", "call_through", "__call__"}
+PASSING_ON = {"__torch_function__", "intercept", "__call__"}
 
 
 def is_ours():
@@ -315,7 +315,7 @@ def test_masks_of_folded_heads():
     assert_heads(snapshot["entropy"]["0"], entropy(model[0].weights.unflatten(0, (3, 4))))
 
 
-def test_randomised_models_are_far_from_uniform():
-    model = randomise(nn.MultiheadAttention(24, 3))
+def test_randomized_models_are_far_from_uniform():
+    model = randomize(nn.MultiheadAttention(24, 3))
     assert float(model.in_proj_weight.detach().std()) > 0.2
     assert EVERYTHING["rows"] is None

@@ -12,7 +12,7 @@ import attnmon
 EVERYTHING = {"rows": None, "sequences": None, "top_n": 3, "rules": (), "on_error": "raise"}
 
 
-def randomise(model, std=0.25):
+def randomize(model, std=0.25):
     """Weights so large that attention is far from uniform."""
     seed = torch.Generator().manual_seed(3)
     with torch.no_grad():

@@ -161,9 +161,9 @@ def test_g_of_each_temperature_and_step_is_that_of_its_rows():
         assert record["rows"] == int((rows.count >= 1).sum()) == LENGTH
 
 
-def test_normalisers_are_compared_on_rows_of_the_model():
+def test_normalizers_are_compared_on_rows_of_the_model():
     records = measured("gpt2")["normalizers"]
-    names = {record["normaliser"] for record in records}
+    names = {record["normalizer"] for record in records}
     assert {"softmax (T = 1)", "sparsemax (T = 1)", "1.5-entmax (T = 1)"} <= names
     assert len(records) == len(names) * 8
     for record in records:

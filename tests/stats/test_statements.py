@@ -290,7 +290,7 @@ def test_low_temperature_has_two_faces():
     assert at(0.1, 0.0) == pytest.approx(5.0)  # a tie: blow-up
 
 
-def test_other_normalisers():
+def test_other_normalizers():
     """alpha = F / sum F: J = (diag a - a a^T) diag(F'/F), |J|_2 <= max|F'/F| / 2; here F = softplus."""
     rng = np.random.default_rng(6)
     for _ in range(500):

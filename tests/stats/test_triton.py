@@ -84,7 +84,7 @@ def test_calls_that_the_kernels_do_not_take():
         "tokens of torch.float64": replace(call, value=call.value.double()),
         "score_mod": replace(call, score_mod=lambda score, b, h, q, kv: score),
         "mask_mod": replace(call, mask_mod=lambda b, h, q, kv: q >= kv),
-        "normaliser": replace(call, weights=logits),
+        "normalizer": replace(call, weights=logits),
         "head_dim 512": replace(call, head_dim=512),
     }
     for reason, other in refused.items():

@@ -36,7 +36,7 @@ def make(seed, *, batch=2, heads=3, length=12, keys=None, sharpness=1.5, alpha=1
     given = torch.tensor(alpha) if isinstance(alpha, list) else alpha
     call = AttentionCall(
         query=None, key=None, value=value, scale=0.5, head_dim=4, logits=logits, weights=weights, alpha=given,
-        normaliser=function_of(alpha), is_cross=keys != length,
+        normalizer=function_of(alpha), is_cross=keys != length,
     )  # fmt: skip
     return call, alphas
 
@@ -125,7 +125,7 @@ def test_rows_that_say_nothing_are_counted_apart():
     logits[0, 0, 4] = -math.inf  # nothing visible
     broken = AttentionCall(
         query=None, key=None, value=call.value, scale=0.5, head_dim=4, logits=logits, weights=weights, alpha=1.5,
-        normaliser=call.normaliser,
+        normalizer=call.normalizer,
     )  # fmt: skip
     found, packing, matrix = stats_of(broken, top_n=2)
     assert packing.rows(matrix).tolist() == [3]
@@ -145,7 +145,7 @@ def test_zero_vectors_and_garbage_in_hidden_values():
     pad = {"logits": torch.nn.functional.pad(call.logits, (0, 2), value=-math.inf)}
     pad["weights"] = torch.nn.functional.pad(call.weights, (0, 2))
     wide = AttentionCall(
-        query=None, key=None, value=spoiled, scale=0.5, head_dim=4, alpha=1.5, normaliser=call.normaliser,
+        query=None, key=None, value=spoiled, scale=0.5, head_dim=4, alpha=1.5, normalizer=call.normalizer,
         is_cross=True, **pad,
     )  # fmt: skip
     actual, _, _ = stats_of(wide)

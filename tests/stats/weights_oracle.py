@@ -14,7 +14,7 @@ from attnmon.metrics import METRICS
 from attnmon.stats import reference
 from attnmon.stats.directions import TABLE_SIZE, direction_start, direction_table
 
-Normaliser = Callable[[Tensor], Tensor]
+Normalizer = Callable[[Tensor], Tensor]
 
 
 def exact_entmax(z: Tensor, alpha: float) -> Tensor:
@@ -32,7 +32,7 @@ def exact_entmax(z: Tensor, alpha: float) -> Tensor:
 def weight_row(
     z: np.ndarray,
     p: np.ndarray,
-    normaliser: Normaliser,
+    normalizer: Normalizer,
     *,
     alpha: float,
     tau: float = 1.0,
@@ -51,7 +51,7 @@ def weight_row(
     table = direction_table("cpu").double().numpy()
     v = table[(direction_start(query_position) + np.arange(n)) % TABLE_SIZE]
     moved = torch.from_numpy(z + fd_epsilon * v / np.linalg.norm(v) / tau)
-    difference = normaliser(moved) - normaliser(torch.from_numpy(z))
+    difference = normalizer(moved) - normalizer(torch.from_numpy(z))
     stats = {
         "entropy": float(-(p[support] * np.log(p[support])).sum()),
         "max_logit": float(z.max()),

@@ -1,4 +1,4 @@
-"""Other normalisers: weights by their formulas, Jacobians against autograd, entropies, the comparison."""
+"""Other normalizers: weights by their formulas, Jacobians against autograd, entropies, the comparison."""
 
 import builtins
 import math
@@ -188,8 +188,8 @@ def test_the_comparison_is_tidy():
     assert table[softmax.label, "jacobian_max"]["value"] == pytest.approx(float(norms.max()), rel=1e-6)
     assert table[softmax.label, "entropy_norm"]["rows"] == 22  # rows of one key have none
     assert table[Sparsemax().label, "support"]["value"] < table[softmax.label, "support"]["value"] == 1.0
-    unnormalised = {record["normalizer"] for record in records if not record["sums_to_one"]}
-    assert unnormalised == {
+    unnormalized = {record["normalizer"] for record in records if not record["sums_to_one"]}
+    assert unnormalized == {
         SoftmaxWithSink().label,
         SelfAdjustedSoftmax().label,
         SelfAdjustedSoftmax(normalized=True).label,

@@ -14,13 +14,13 @@ from tests.writers.records import grid, snapshot
 Image = pytest.importorskip("PIL.Image")
 
 
-def blocks(picture, colour):
-    """How many pixels have this colour, give or take the palette's steps."""
-    return int((np.abs(picture.astype(int) - np.asarray(colour, dtype=int)).max(axis=-1) <= 3).sum())
+def blocks(picture, color):
+    """How many pixels have this color, give or take the palette's steps."""
+    return int((np.abs(picture.astype(int) - np.asarray(color, dtype=int)).max(axis=-1) <= 3).sum())
 
 
 def cells_of(snap, metric, monkeypatch):
-    """The plot area's pixel rows and columns of each cell's centre."""
+    """The plot area's pixel rows and columns of each cell's center."""
     plans = []
     plan = heatmap._plan
     monkeypatch.setattr(heatmap, "_plan", lambda *args: plans.append(plan(*args)) or plans[-1])
@@ -36,32 +36,32 @@ def cells_of(snap, metric, monkeypatch):
     return cell
 
 
-def test_the_colour_map_is_viridis():
+def test_the_color_map_is_viridis():
     colormaps = pytest.importorskip("matplotlib").colormaps
     expected = np.array(colormaps["viridis"].colors) * 255
     assert np.abs(VIRIDIS - expected).max() <= 1
-    palette = heatmap._PALETTE[: heatmap._COLOURS]
-    between = np.linspace(0, 255, heatmap._COLOURS)
+    palette = heatmap._PALETTE[: heatmap._COLORS]
+    between = np.linspace(0, 255, heatmap._COLORS)
     exact = np.stack([np.interp(between, np.arange(256), channel) for channel in expected.T], axis=1)
     assert np.abs(palette - exact).max() <= 1
 
 
-def test_known_cells_have_the_expected_colours(monkeypatch):
+def test_known_cells_have_the_expected_colors(monkeypatch):
     cell = cells_of(snapshot({"entropy_norm": {"a.0": [0.0, 0.5], "a.1": [1.0, 0.25]}}), "entropy_norm", monkeypatch)
     for (layer, head), position in {(0, 0): 0, (0, 1): 127.5, (1, 0): 255, (1, 1): 63.75}.items():
         np.testing.assert_allclose(cell(layer, head).astype(float), VIRIDIS[round(position)], atol=3)
 
 
-def test_no_data_is_hatched_grey_and_missing_heads_are_pale(monkeypatch):
+def test_no_data_is_hatched_gray_and_missing_heads_are_pale(monkeypatch):
     snap = snapshot({"max_logit": {"a.0": [1.0, math.nan, 3.0], "a.1": [2.0]}, "entropy": {"b": [1.0, 1.0, 1.0]}})
     cell = cells_of(snap, "max_logit", monkeypatch)
     pale = cell(1, 1)
     assert len(set(pale.tolist())) == 1
     assert pale[0] > 220
     for place in ((0, 1), (2, 0), (2, 2)):  # NaN; a module without this metric
-        grey = cell(*place)
-        assert len(set(grey.tolist())) == 1
-        assert grey[0] < 220
+        gray = cell(*place)
+        assert len(set(gray.tolist())) == 1
+        assert gray[0] < 220
     picture = render_heads(snap, "max_logit")
     assert blocks(picture, heatmap._PALETTE[heatmap._HATCH]) > 50
 

@@ -9,34 +9,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnmon.call import normalise_window
+from attnmon.call import normalize_window
 from attnmon.capture.below import below_modes
 from attnmon.capture.compiled import operators as traced
-from attnmon.capture.frames import Frame, Running
+from attnmon.capture.frames import ActiveForwards, ForwardFrame
 from attnmon.capture.hooks import BeforeForward
 from attnmon.capture.observe import Describe
 from attnmon.capture.routes import flex
 from attnmon.capture.routes.eager_tracker import SoftmaxSeen
-from attnmon.capture.routes.head_axes import Entered, count_heads
-from attnmon.capture.routes.torch_calls import SDPA, STATIC, Described, describe_sdpa, mha_arguments
+from attnmon.capture.routes.head_axes import ModuleInputs, count_heads
+from attnmon.capture.routes.torch_calls import SDPA, STATIC, CallArgs, describe_sdpa, mha_arguments
 from attnmon.errors import UnsupportedAttention
 
 _SEQUENCES = 4
 _ROWS = 64  # of flex attention: evenly spaced; the sampled ones are among them
 
 
-class TracedCalls:
+class GraphCalls:
     """Leaves the operators of ``attnmon.capture.compiled.operators``.
 
     Nothing here may differ between modules that are alike, or each would be a graph of its own: which module it is,
     only the token of its hook says, a tensor.
 
     Args:
-        running: whose ``trail`` says which module is being traced.
+        running: whose ``trace_stack`` says which module is being traced.
         number: of the recorder.
     """
 
-    def __init__(self, running: Running, number: int) -> None:
+    def __init__(self, running: ActiveForwards, number: int) -> None:
         self._running = running
         # of functions that were compiled without their module: whichever runs when the graph does
         with below_modes():
@@ -44,7 +44,7 @@ class TracedCalls:
 
     def report(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """A torch call of the innermost module."""
-        frame = self._running.trail[-1]
+        frame = self._running.trace_stack[-1]
         if func is F.multi_head_attention_forward:
             self._mha(frame, args, kwargs)
         elif func is F.scaled_dot_product_attention:
@@ -53,7 +53,7 @@ class TracedCalls:
             frame.tracker.saw(func, args, kwargs, result)
 
     def replaced(
-        self, frame: Frame, route: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], describe: Describe
+        self, frame: ForwardFrame, route: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], describe: Describe
     ) -> None:
         """The operator for a replaced function, or for why its call is not measured."""
         if frame.hook.excluded:
@@ -66,7 +66,7 @@ class TracedCalls:
             return
         self._call(frame, route, described)
 
-    def _sdpa(self, frame: Frame, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _sdpa(self, frame: ForwardFrame, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if frame.hook.excluded:
             return
         described = describe_sdpa(args, kwargs)
@@ -75,15 +75,15 @@ class TracedCalls:
             described["hidden"] = frame.hidden.detach()
         self._call(frame, SDPA.name, frame.complete(described))
 
-    def _mha(self, frame: Frame, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _mha(self, frame: ForwardFrame, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if frame.hook.excluded:
             return
         given = mha_arguments(args, kwargs)
-        query, key, value, entered = given["query"], given["key"], given["value"], frame.entered
+        query, key, value, inputs = given["query"], given["key"], given["value"], frame.inputs
         if given.get("static_k") is not None or given.get("static_v") is not None:
             self.refusal(frame.hook, STATIC, query.device)
             return
-        is_cross = query is not key or entered.is_cross(query.shape[0], key.shape[0])
+        is_cross = query is not key or inputs.is_cross(query.shape[0], key.shape[0])
         is_separate = given.get("use_separate_proj_weight", False)
         device = query.device.type
         frame.left += 1
@@ -106,14 +106,14 @@ class TracedCalls:
             bool(given.get("add_zero_attn", False)),
             bool(given.get("is_causal", False)),
             query is key,
-            is_cross and not entered.is_self,
+            is_cross and not inputs.is_self,
             torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
             _detached(frame.hidden),
         )
 
-    def _call(self, frame: Frame, route: str, described: Described) -> None:
+    def _call(self, frame: ForwardFrame, route: str, described: CallArgs) -> None:
         query, key, value = described["query"], described["key"], described.get("value")
-        left, right = normalise_window(described.get("window")) or (None, None)
+        left, right = normalize_window(described.get("window")) or (None, None)
         frame.left += 1
         torch.ops.attnmon.observe(
             traced.ORDER[query.device],
@@ -139,14 +139,14 @@ class TracedCalls:
 
     def rows(self, args: tuple[Any, ...]) -> None:
         """The operator for flex attention; also in functions that were compiled without their module."""
-        trail = self._running.trail
-        if trail and trail[-1].hook.excluded:
+        trace_stack = self._running.trace_stack
+        if trace_stack and trace_stack[-1].hook.excluded:
             return
-        token = trail[-1].hook.token if trail else self.unknown
+        token = trace_stack[-1].hook.token if trace_stack else self.unknown
         rows = flex.rows_in_graph(args, _SEQUENCES, _ROWS)
         order, head_dim = traced.ORDER[args[0].device], args[0].shape[3]
-        if trail:
-            trail[-1].left += 1
+        if trace_stack:
+            trace_stack[-1].left += 1
         torch.ops.attnmon.observe_rows(order, token, flex.ROUTE, *rows, head_dim)
 
     def logits(self, hook: BeforeForward, seen: SoftmaxSeen, heads: int, is_cross: bool, values: Tensor | None) -> None:
@@ -173,15 +173,15 @@ class TracedCalls:
             torch.ops.attnmon.refuse(traced.ORDER[device], hook.token, reason)
 
     def _count(self) -> None:
-        if self._running.trail:
-            self._running.trail[-1].left += 1
+        if self._running.trace_stack:
+            self._running.trace_stack[-1].left += 1
 
 
-class TracedSoftmax:
+class GraphSoftmax:
     """What an eager tracker tells while a graph is traced; the logits stay in it until the values are known."""
 
-    def __init__(self, calls: TracedCalls, hook: BeforeForward, entered: Entered) -> None:
-        self._calls, self._hook, self._entered = calls, hook, entered
+    def __init__(self, calls: GraphCalls, hook: BeforeForward, inputs: ModuleInputs) -> None:
+        self._calls, self._hook, self._inputs = calls, hook, inputs
 
     def softmax(self, seen: SoftmaxSeen) -> Any:
         return seen
@@ -191,11 +191,11 @@ class TracedSoftmax:
             return
         *leading, queries, keys = token.logits.shape
         try:
-            heads = count_heads(tuple(leading), queries, self._hook.heads_hint, self._entered)
+            heads = count_heads(tuple(leading), queries, self._hook.heads_hint, self._inputs)
         except UnsupportedAttention as error:
             self._calls.refusal(self._hook, str(error), token.logits.device)
             return
-        self._calls.logits(self._hook, token, heads, self._entered.is_cross(queries, keys), values())
+        self._calls.logits(self._hook, token, heads, self._inputs.is_cross(queries, keys), values())
 
     def refused(self, reason: str, tensor: Tensor) -> None:
         self._calls.refusal(self._hook, reason, tensor.device)

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from attnmon.capture.below import below_modes
 from attnmon.capture.coverage import Site
-from attnmon.capture.frames import Running, in_backward
+from attnmon.capture.frames import ActiveForwards, in_backward
 from attnmon.capture.observe import Observer
-from attnmon.capture.reporter import observe_described
+from attnmon.capture.reporter import observe_call
 from attnmon.capture.routes.eager_calls import EagerCalls
 from attnmon.capture.routes.eager_tracker import SoftmaxSeen
-from attnmon.capture.routes.head_axes import Entered
-from attnmon.capture.routes.torch_calls import MHA, Described, describe_mha
+from attnmon.capture.routes.head_axes import ModuleInputs
+from attnmon.capture.routes.torch_calls import MHA, CallArgs, describe_mha
 from attnmon.errors import UnsupportedAttention
 from attnmon.types import AttentionCall
 
@@ -30,17 +30,17 @@ class Replay:
         running: what runs now.
     """
 
-    def __init__(self, sites: Sequence[Site], observer: Observer, running: Running) -> None:
+    def __init__(self, sites: Sequence[Site], observer: Observer, running: ActiveForwards) -> None:
         self._sites, self._observer, self._running = sites, observer, running
 
-    def call(self, index: int, route: str, described: Described) -> None:
+    def call(self, index: int, route: str, described: CallArgs) -> None:
         """A compiled graph makes a call that was noted while it was traced."""
         if not self._running.active or in_backward():
             return
         site = self._sites[index]
         try:
             with below_modes():
-                observe_described(self._observer, site, route, described, None)
+                observe_call(self._observer, site, route, described, None)
         except Exception as error:
             self._observer.fault(site, error)
 
@@ -53,9 +53,11 @@ class Replay:
         site = self._sites[index]
         try:
             with below_modes():
-                described = describe_mha((), given, lambda batch: self._observer.choose(site, batch), autocast)
+                described = describe_mha(
+                    (), given, lambda batch: self._observer.sample_sequences(site, batch), autocast
+                )
                 described["is_cross"] = is_cross
-                observe_described(self._observer, site, MHA.name, described, hidden)
+                observe_call(self._observer, site, MHA.name, described, hidden)
         except Exception as error:
             self._observer.fault(site, error)
 
@@ -63,7 +65,7 @@ class Replay:
         """The same for eager attention."""
         if not self._running.active or in_backward():
             return
-        calls = EagerCalls(self._sites[index], self._observer, Entered())
+        calls = EagerCalls(self._sites[index], self._observer, ModuleInputs())
         with below_modes():
             token = calls.sample(seen, heads, is_cross)
             if token is not None:

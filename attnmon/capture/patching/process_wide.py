@@ -205,7 +205,7 @@ def _going_on_bare(original: Callable[..., Any]) -> Callable[..., Any]:
             said = (str(error).strip().splitlines() or [""])[0]
             why = f"the compiler raised {type(error).__name__} where it traced attnmon's hooks: {said}"[:300]
             modules = _modules_of(frame)
-            changed = [recorder.step_aside(modules, why) for recorder in here]
+            changed = [recorder.leave_alone(modules, why) for recorder in here]
             if True not in changed:
                 raise
             if frame.f_code.co_filename.startswith(_OURS):  # a hook, as a frame of its own

@@ -6,7 +6,14 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from attnmon.capture.patching.standins import loaded, namespace_of, retire, stand_before, standing, take_up
+from attnmon.capture.patching.standins import (
+    activate_link,
+    active_link,
+    deactivate_link,
+    loaded,
+    namespace_of,
+    stand_before,
+)
 
 
 class Rebinding:
@@ -53,16 +60,16 @@ class Rebinding:
             if found is not None:
                 function, stand_in = found
                 namespace[name] = stand_in
-                take_up(stand_in)
+                activate_link(stand_in)
                 self._changed.append((namespace, name, function, stand_in))
 
     def remove(self) -> None:
         """Put each back, unless someone else has put something there meanwhile."""
         for stand_in in self._stand_ins.values():
-            retire(stand_in)
+            deactivate_link(stand_in)
         for namespace, name, function, stand_in in self._changed:
             if namespace.get(name) is stand_in:
-                namespace[name] = standing(function)
+                namespace[name] = active_link(function)
         self._changed.clear()
 
 

@@ -9,9 +9,9 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from attnmon.capture.observe import Caller
-from attnmon.capture.patching.standins import chain, retire, stand_before, take_up
-from attnmon.capture.routes.torch_calls import Described
+from attnmon.capture.observe import CallInterceptor
+from attnmon.capture.patching.standins import activate_link, chain, deactivate_link, stand_before
+from attnmon.capture.routes.torch_calls import CallArgs
 
 LIVING: weakref.WeakSet[Replacement] = weakref.WeakSet()
 
@@ -33,10 +33,10 @@ class Replacement:
 
     def __init__(
         self,
-        recorder: Caller,
+        recorder: CallInterceptor,
         route: str,
         original: Callable[..., Any],
-        describe: Callable[[tuple[Any, ...], Mapping[str, Any]], Described],
+        describe: Callable[[tuple[Any, ...], Mapping[str, Any]], CallArgs],
         *,
         takes_module: bool = False,
         opaque: bool | Callable[[Mapping[str, Any]], bool] = True,
@@ -51,7 +51,7 @@ class Replacement:
         module = None
         if self.takes_module:
             module = args[0] if args else kwargs.get("module")
-        return self.recorder.call_through(
+        return self.recorder.intercept(
             self.route,
             self.original,
             args,
@@ -80,7 +80,7 @@ class Replacement:
 class Replacements:
     """The replacements of one recorder, by what they stand before and under which name."""
 
-    def __init__(self, recorder: Caller) -> None:
+    def __init__(self, recorder: CallInterceptor) -> None:
         self._recorder = recorder
         self._made: dict[tuple[int, str], Replacement] = {}
 
@@ -96,16 +96,16 @@ class Replacements:
         links = chain(function)
         for link in links[:-1]:
             if isinstance(link, Replacement) and link.recorder is self._recorder:
-                take_up(link)
+                activate_link(link)
                 return link
         made = self._made.get((id(function), name))
         if made is None:
             made = self._made[id(function), name] = make(function, links[-1])
-        take_up(made)
+        activate_link(made)
         put(made)
         return made
 
-    def retire(self) -> None:
+    def deactivate_link(self) -> None:
         """None of them is in use."""
         for replacement in self._made.values():
-            retire(replacement)
+            deactivate_link(replacement)

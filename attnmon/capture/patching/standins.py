@@ -21,17 +21,17 @@ def stand_before(stand_in: Any, function: Any) -> None:
     _ORIGINALS[stand_in] = function
 
 
-def take_up(stand_in: Any) -> None:
+def activate_link(stand_in: Any) -> None:
     """It is in use from now on."""
     _IN_USE.add(stand_in)
 
 
-def retire(stand_in: Any) -> None:
+def deactivate_link(stand_in: Any) -> None:
     """It is out of use, though another's may call it still."""
     _IN_USE.discard(stand_in)
 
 
-def standing(function: Any) -> Any:
+def active_link(function: Any) -> Any:
     """The function, or the first behind it that is not a stand-in out of use."""
     while _stands_in(function) and function not in _IN_USE:
         function = _ORIGINALS[function]

@@ -12,7 +12,7 @@ from attnmon.capture.below import below_modes, plain
 from attnmon.capture.coverage import Site
 from attnmon.capture.observe import Observer
 from attnmon.capture.routes.eager_tracker import SoftmaxSeen
-from attnmon.capture.routes.head_axes import Entered, count_heads, values_with_heads, with_heads
+from attnmon.capture.routes.head_axes import ModuleInputs, count_heads, values_with_heads, with_heads
 from attnmon.errors import UnsupportedAttention
 from attnmon.types import AttentionCall
 
@@ -20,20 +20,20 @@ from attnmon.types import AttentionCall
 class EagerCalls:
     """What an eager tracker tells of a module's softmax."""
 
-    def __init__(self, site: Site, observer: Observer, entered: Entered) -> None:
-        self._site, self._observer, self._entered = site, observer, entered
+    def __init__(self, site: Site, observer: Observer, inputs: ModuleInputs) -> None:
+        self._site, self._observer, self._inputs = site, observer, inputs
         self._route = ""
 
     def softmax(self, seen: SoftmaxSeen) -> Any:
         """Sample it; of a module that does not look like attention, tell of a fault only if values follow."""
         *leading, queries, keys = seen.logits.shape
         try:
-            heads = count_heads(tuple(leading), queries, self._site.heads_hint, self._entered)
+            heads = count_heads(tuple(leading), queries, self._site.heads_hint, self._inputs)
             seen = replace(seen, logits=plain(seen.logits), sinks=None if seen.sinks is None else plain(seen.sinks))
         except UnsupportedAttention as error:
             return error
         with below_modes():
-            return self.sample(seen, heads, self._entered.is_cross(queries, keys))
+            return self.sample(seen, heads, self._inputs.is_cross(queries, keys))
 
     def sample(self, seen: SoftmaxSeen, heads: int, is_cross: bool) -> Any:
         """Take the sampled rows; None if there is nothing to wait for."""
@@ -50,10 +50,10 @@ class EagerCalls:
                 sinks=None if seen.sinks is None else seen.sinks.detach(),
                 is_cross=is_cross or self._site.kind == "cross",
             )
-            self._route, made = "eager", seen.normalised
+            self._route, made = "eager", seen.normalized
             if made is not None:
                 self._route, weights = made.name, with_heads(plain(made.weights).detach(), heads)
-                call = replace(call, weights=weights, normaliser=made.function, alpha=made.alpha)
+                call = replace(call, weights=weights, normalizer=made.function, alpha=made.alpha)
             return (self._observer.sample(self._site, call), call.num_sequences, heads, call.is_cross)
         except Exception as error:
             return error

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from attnmon.capture.below import below_modes, plain
 from attnmon.capture.routes.contractions import contracted_size, values_of
-from attnmon.capture.routes.entmax import Normalised
+from attnmon.capture.routes.entmax import Normalized
 
 _PRODUCTS: frozenset[Any] = frozenset(
     {torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__, torch.einsum}
@@ -43,7 +43,7 @@ _SUBTRACT: frozenset[Any] = frozenset(
 )
 _CONCATENATE: frozenset[Any] = frozenset({torch.cat, torch.concat, torch.concatenate})
 _SOFTMAX: frozenset[Any] = frozenset({torch.softmax, F.softmax, Tensor.softmax, torch.special.softmax})
-_NORMALISE: frozenset[Any] = frozenset({F.layer_norm, F.rms_norm, F.normalize, F.group_norm, torch.layer_norm})
+_NORMALIZE: frozenset[Any] = frozenset({F.layer_norm, F.rms_norm, F.normalize, F.group_norm, torch.layer_norm})
 _PROJECT: frozenset[Any] = frozenset({F.linear, F.conv1d, F.embedding, torch.addmm, Tensor.addmm, torch.mm, Tensor.mm})
 _CASTS: frozenset[Any] = frozenset(
     {Tensor.to, Tensor.type, Tensor.type_as, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double}
@@ -97,7 +97,7 @@ class SoftmaxSeen:
     scale: float
     head_dim: int
     sinks: Tensor | None = None
-    normalised: Normalised | None = None  # it was no softmax, and this is what it made
+    normalized: Normalized | None = None  # it was no softmax, and this is what it made
 
 
 class SoftmaxListener(Protocol):
@@ -150,7 +150,7 @@ class EagerTracker:
         else:
             self._pass_scaled(func, args, operands, result)
 
-    def normalised(self, given: Normalised) -> None:
+    def normalized(self, given: Normalized) -> None:
         """A function that is no torch function has made weights, as a softmax would."""
         source, weights = given.source, given.weights
         if not isinstance(source, Tensor) or not isinstance(weights, Tensor):
@@ -246,7 +246,7 @@ class EagerTracker:
     def _note(self, scores: _Scores) -> None:
         self._scores = [*self._scores[-_MAX_SCORES + 1 :], scores]
 
-    def _softmax(self, scores: _Scores, source: Tensor, dim: Any, result: Any, given: Normalised | None = None) -> None:
+    def _softmax(self, scores: _Scores, source: Tensor, dim: Any, result: Any, given: Normalized | None = None) -> None:
         if source.dim() < 3 or not isinstance(result, Tensor):
             return
         self._scores.clear()
@@ -356,7 +356,7 @@ class EagerTracker:
 
     def _pass_scaled(self, func: Any, args: tuple[Any, ...], operands: list[Tensor], result: Any) -> None:
         """Queries or keys on their way from their projection to the product."""
-        if func in _NORMALISE or func in _PROJECT:
+        if func in _NORMALIZE or func in _PROJECT:
             return
         pieces = result if isinstance(result, (tuple, list)) else (result,)
         first = pieces[0] if pieces else None
@@ -384,7 +384,7 @@ def _no_values() -> None:
     return None
 
 
-def _trouble_with(given: Normalised, scores: _Scores) -> str:
+def _trouble_with(given: Normalized, scores: _Scores) -> str:
     if torch.compiler.is_compiling():
         return f"{given.name} in a compiled graph"
     return given.trouble or ("" if scores.sinks is None else f"{given.name} with a sink")

@@ -1,4 +1,4 @@
-"""Sparse normalisers in the place of softmax: the functions of the entmax package, in eager code.
+"""Sparse normalizers in the place of softmax: the functions of the entmax package, in eager code.
 
 They are no torch functions, and their modules (``Sparsemax``, ``Entmax15``, ``EntmaxBisect``) call them, so they are
 replaced by ones that call them and hand the weights to whoever follows the module's arithmetic. The package is never
@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attnmon.capture.observe import Caller
+from attnmon.capture.observe import CallInterceptor
 from attnmon.capture.patching.rebind import Rebinding
 
 _PARAMETERS = {
@@ -31,13 +31,13 @@ _OTHER_FAMILIES = ("normmax_bisect", "budget_bisect")
 
 
 @dataclass(frozen=True, slots=True)
-class Normalised:
-    """What a normaliser other than softmax made of some scores.
+class Normalized:
+    """What a normalizer other than softmax made of some scores.
 
     Attributes:
         name: of the function; the call's route.
         source, weights: what it was given and what it returned, [..., Lq, Lk].
-        dim: the axis it was asked to normalise.
+        dim: the axis it was asked to normalize.
         alpha: a number, or [H or 1] by head.
         function: (logits, alpha) -> weights over the last axis.
         trouble: why this cannot be measured; "" otherwise.
@@ -58,9 +58,9 @@ def _present() -> Mapping[str, Any]:
 
 
 class EntmaxPatch(Rebinding):
-    """Replaces the normalisers wherever a module holds them."""
+    """Replaces the normalizers wherever a module holds them."""
 
-    def __init__(self, recorder: Caller) -> None:
+    def __init__(self, recorder: CallInterceptor) -> None:
         self._recorder = recorder
         super().__init__(_present, self._replacement)
 
@@ -68,17 +68,17 @@ class EntmaxPatch(Rebinding):
         recorder = self._recorder
 
         @wraps(original)
-        def normaliser(*args: Any, **kwargs: Any) -> Any:
-            return recorder.normalise_through(
-                original, args, kwargs, lambda weights: describe_normaliser(name, original, args, kwargs, weights)
+        def normalizer(*args: Any, **kwargs: Any) -> Any:
+            return recorder.normalize_through(
+                original, args, kwargs, lambda weights: describe_normalizer(name, original, args, kwargs, weights)
             )
 
-        return normaliser
+        return normalizer
 
 
-def describe_normaliser(
+def describe_normalizer(
     name: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], weights: Any
-) -> Normalised:
+) -> Normalized:
     """One call of the function ``name`` of the entmax package and its result."""
     given = {**dict(zip(_PARAMETERS[name], args, strict=False)), **kwargs}
     source, trouble = given["X"], ""
@@ -99,7 +99,7 @@ def describe_normaliser(
         result: Tensor = original(logits, dim=-1, **options)
         return result
 
-    return Normalised(name, source, weights, given.get("dim", -1), alpha, function, trouble)
+    return Normalized(name, source, weights, given.get("dim", -1), alpha, function, trouble)
 
 
 def _by_head(alpha: Any, source: Any) -> float | Tensor | None:

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnmon.capture.observe import Caller
+from attnmon.capture.observe import CallInterceptor
 from attnmon.capture.patching.replacement import LIVING, Replacement, Replacements
-from attnmon.capture.patching.standins import chain, loaded, namespace_of, standing
+from attnmon.capture.patching.standins import active_link, chain, loaded, namespace_of
 from attnmon.capture.routes.arguments import matched_boundaries, number
-from attnmon.capture.routes.torch_calls import Described
+from attnmon.capture.routes.torch_calls import CallArgs
 from attnmon.errors import UnsupportedAttention
 
 _PACKAGES = ("flash_attn", "flash_attn_interface", "flash_attn_3", "flash_attn_4")
@@ -56,7 +56,7 @@ class FlashPatch:
         modules: the watched modules.
     """
 
-    def __init__(self, recorder: Caller, modules: Sequence[weakref.ref[nn.Module]]) -> None:
+    def __init__(self, recorder: CallInterceptor, modules: Sequence[weakref.ref[nn.Module]]) -> None:
         self._recorder, self._modules = recorder, modules
         self._replacements = Replacements(recorder)
         self._loaded: tuple[int, str] | None = None  # what was imported when the places were looked for
@@ -76,11 +76,11 @@ class FlashPatch:
             self._placed.append((place, made))
 
     def remove(self) -> None:
-        self._replacements.retire()
+        self._replacements.deactivate_link()
         while self._placed:
             place, made = self._placed.pop()
             if place.get() is made:
-                place.put(standing(made))
+                place.put(active_link(made))
         if self._names:
             self._clear_new_bindings()
 
@@ -92,7 +92,7 @@ class FlashPatch:
         for namespace in (namespace_of(name) for name in names):
             for name, value in list(namespace.items()):
                 if type(value) is Replacement and value.recorder is self._recorder:
-                    namespace[name] = standing(value)
+                    namespace[name] = active_link(value)
 
     # -- where they are -------------------------------------------------------------------------------------
 
@@ -217,7 +217,7 @@ def describe_flash(
     fixed: tuple[tuple[Any, ...], Mapping[str, Any]],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-) -> Described:
+) -> CallArgs:
     """A call of one of the package's functions.
 
     Args:
@@ -293,7 +293,7 @@ def _boundaries(given: Mapping[str, Any]) -> tuple[Tensor | None, Tensor | None]
 
 def _alibi(
     slopes: Tensor, query: Sequence[int], keys: int, offset: int, mask: Tensor | None, *, packed: bool
-) -> Described:
+) -> CallArgs:
     """The bias -slope * |i + offset - j|: written out, or as a function where that would be large."""
     slopes = slopes.detach().float()
     if slopes.dim() == 1:

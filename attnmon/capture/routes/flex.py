@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmon.capture.observe import Caller
+from attnmon.capture.observe import CallInterceptor
 from attnmon.capture.patching.rebind import Rebinding
-from attnmon.capture.routes.torch_calls import Described
+from attnmon.capture.routes.torch_calls import CallArgs
 from attnmon.errors import UnsupportedAttention
 from attnmon.flex_mods import MaskMod, mask_rows, score_rows
 
@@ -31,7 +31,7 @@ _NAMES = ("query", "key", "value", "score_mod", "block_mask", "scale")
 class FlexPatch(Rebinding):
     """Replaces ``flex_attention`` wherever a module holds it."""
 
-    def __init__(self, recorder: Caller) -> None:
+    def __init__(self, recorder: CallInterceptor) -> None:
         self._recorder = recorder
         super().__init__(_present, self._stand_in)
 
@@ -42,7 +42,7 @@ class FlexPatch(Rebinding):
         def flex_attention(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():  # the function mode sees the operator inside
                 return original(*args, **kwargs)
-            return recorder.call_through(ROUTE, original, args, kwargs, describe_flex)
+            return recorder.intercept(ROUTE, original, args, kwargs, describe_flex)
 
         return flex_attention
 
@@ -61,7 +61,7 @@ def operator() -> Any:
     return importlib.import_module(_MODULE).flex_attention_hop
 
 
-def describe_flex(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Described:
+def describe_flex(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallArgs:
     """``flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa, ...)``, run unfused."""
     given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
     query, key, value = (given[name] for name in ("query", "key", "value"))

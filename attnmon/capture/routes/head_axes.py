@@ -15,7 +15,7 @@ from attnmon.errors import UnsupportedAttention
 _CONTEXTS = ("encoder_hidden_states", "key_value_states", "context", "memory", "cross_attention_states", "kv")
 
 
-class Entered:
+class ModuleInputs:
     """What a module's forward was given, as far as shapes tell; nothing is looked at before it is asked for.
 
     (A compiler may run a hook as a graph of its own, which has to stay empty.)
@@ -48,7 +48,7 @@ class Entered:
             query is key and query is not None,
         )
 
-    def settle(self) -> Entered:
+    def settle(self) -> ModuleInputs:
         """Look now, and let go of the tensors."""
         if self._known is None:
             self._known = self._look()
@@ -97,7 +97,7 @@ class _Looked:
         self.is_self = is_self
 
 
-def count_heads(leading: tuple[int, ...], queries: int, hint: int | None, entered: Entered) -> int:
+def count_heads(leading: tuple[int, ...], queries: int, hint: int | None, inputs: ModuleInputs) -> int:
     """The number of heads of a tensor [*leading, queries, ...] that folds sequences and heads together.
 
     Raises:
@@ -106,7 +106,7 @@ def count_heads(leading: tuple[int, ...], queries: int, hint: int | None, entere
     if len(leading) == 2:
         return leading[1]
     total = math.prod(leading)
-    batch = entered.batch(queries)
+    batch = inputs.batch(queries)
     if batch is not None and total == batch and len(leading) == 1:
         return 1  # one head a module
     if hint is not None and (batch is None or total != batch * hint) and len(leading) > 2:
@@ -128,14 +128,14 @@ def with_heads(tensor: Tensor, heads: int) -> Tensor:
     return unfolded
 
 
-def unfold(described: dict[str, Any], hint: int | None, entered: Entered) -> dict[str, Any]:
+def unfold(described: dict[str, Any], hint: int | None, inputs: ModuleInputs) -> dict[str, Any]:
     """A call given as [N, 1, L, D] with the heads that are in N on their own axis.
 
     Raises:
         UnsupportedAttention: neither the module's attributes nor its input tell.
     """
     sequences, _, queries, _ = described["query"].shape
-    heads = count_heads((sequences,), queries, hint, entered)
+    heads = count_heads((sequences,), queries, hint, inputs)
     mask = described.get("attn_mask")
     if mask is not None and mask.dim() == 4 and mask.shape[0] > 1:
         mask = with_heads(mask[:, 0], heads)

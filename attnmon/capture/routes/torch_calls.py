@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attnmon.errors import UnsupportedAttention
 
-Described = dict[str, Any]
+CallArgs = dict[str, Any]
 
 
 class CallMode(TorchFunctionMode):
@@ -61,7 +61,7 @@ def _nothing(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result
     return None
 
 
-def describe_sdpa(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Described:
+def describe_sdpa(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallArgs:
     """``scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)``.
 
     Beside what a call is made of: ``originals``, the queries and keys themselves, and ``folded``, whether heads and
@@ -125,16 +125,16 @@ def mha_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str,
 def describe_mha(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    choose: Callable[[int], slice],
+    sample_sequences: Callable[[int], slice],
     autocast: torch.dtype | None = None,
-) -> Described:
+) -> CallArgs:
     """``F.multi_head_attention_forward``, what nn.MultiheadAttention and nn.Transformer layers call.
 
     Its projections are made again, for the sampled sequences only.
 
     Args:
         args, kwargs: of the call.
-        choose: batch size -> which sequences.
+        sample_sequences: batch size -> which sequences.
         autocast: what autocast had the projections computed in.
     """
     given = mha_arguments(args, kwargs)
@@ -145,7 +145,7 @@ def describe_mha(
     if query.dim() == 2:  # unbatched
         query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
     batch, heads = query.shape[1], int(given["num_heads"])
-    chosen = choose(batch)
+    chosen = sample_sequences(batch)
     query, key, value = (tensor.detach()[:, chosen] for tensor in (query, key, value))
     if given.get("use_separate_proj_weight"):
         weights = [given[name] for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight")]
@@ -216,15 +216,16 @@ class Route:
 
     Attributes:
         name: how coverage calls it.
-        describe: (args, kwargs, choose, autocast) -> what a call is made of; ``choose``: batch size -> which
-            sequences to project; ``autocast``: the dtype that products were cast to, or None.
+        describe: (args, kwargs, sample_sequences, autocast) -> what a call is made of.
+            ``sample_sequences`` gives, for a batch size, the sequences to project; ``autocast`` is the dtype that
+            products were cast to, or None.
     """
 
     name: str
-    describe: Callable[[tuple[Any, ...], Mapping[str, Any], Callable[[int], slice], torch.dtype | None], Described]
+    describe: Callable[[tuple[Any, ...], Mapping[str, Any], Callable[[int], slice], torch.dtype | None], CallArgs]
 
 
-SDPA = Route("sdpa", lambda args, kwargs, choose, autocast: describe_sdpa(args, kwargs))
+SDPA = Route("sdpa", lambda args, kwargs, sample_sequences, autocast: describe_sdpa(args, kwargs))
 MHA = Route("multi_head_attention_forward", describe_mha)
 ROUTES: dict[Any, Route] = {F.scaled_dot_product_attention: SDPA, F.multi_head_attention_forward: MHA}
 """Function -> its route."""

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from attnmon.capture.observe import Caller
+from attnmon.capture.observe import CallInterceptor
 from attnmon.capture.patching.replacement import Replacement, Replacements
-from attnmon.capture.patching.standins import standing
+from attnmon.capture.patching.standins import active_link
 from attnmon.capture.routes.arguments import matched_boundaries, number
 from attnmon.capture.routes.flex import mask_of
-from attnmon.capture.routes.torch_calls import Described
+from attnmon.capture.routes.torch_calls import CallArgs
 from attnmon.errors import UnsupportedAttention
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class RegistryPatch:
         watched: the watched modules; some model files have a registry of their own.
     """
 
-    def __init__(self, recorder: Caller, watched: Sequence[tuple[weakref.ref[nn.Module], Site]]) -> None:
+    def __init__(self, recorder: CallInterceptor, watched: Sequence[tuple[weakref.ref[nn.Module], Site]]) -> None:
         self._recorder, self._watched = recorder, watched
         modules = [reference() for reference, _ in watched]
         self._files = list(dict.fromkeys(kind.__module__ for module in modules for kind in type(module).__mro__))
@@ -69,11 +69,11 @@ class RegistryPatch:
                 self._placed.append((table, name, made))
 
     def remove(self) -> None:
-        self._replacements.retire()
+        self._replacements.deactivate_link()
         while self._placed:
             table, name, made = self._placed.pop()
             if table.get(name) is made:
-                table[name] = standing(made)
+                table[name] = active_link(made)
         self._describer.forget()
 
     def _make(self, name: str, current: Callable[..., Any], bottom: Callable[..., Any]) -> Replacement:
@@ -126,7 +126,7 @@ class Describer:
         """The step is over; keep no tensor."""
         self._derived.clear()
 
-    def flash(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Described:
+    def flash(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallArgs:
         """``flash_attention_forward`` of transformers, whatever name it is registered under."""
         given = _bind(args, kwargs)
         mask, query_len = given["attention_mask"], given["query"].shape[2]
@@ -151,11 +151,11 @@ class Describer:
         window = described.get("attn_mask")
         return {**described, "attn_mask": kept if window is None else window & kept}
 
-    def like_flash(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Described:
+    def like_flash(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallArgs:
         """Another function under the name of a flash kernel: the same conventions."""
         return self._flash(_bind(args, kwargs), packed_needs_lengths=False)
 
-    def flex(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Described:
+    def flex(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallArgs:
         """``flex_attention_forward``: the mask says everything."""
         given = _bind(args, kwargs)
         mask, bias = given["attention_mask"], given.pop("position_bias", None)
@@ -175,7 +175,7 @@ class Describer:
             mask = bias if mask is None else mask + bias
         return {**described, "attn_mask": mask}
 
-    def other(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Described:
+    def other(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallArgs:
         """A function that a user registered, inside of which nothing was seen: the conventions of the interface."""
         given = _bind(args, kwargs)
         _check(given)
@@ -197,7 +197,7 @@ class Describer:
 
     # -- flash conventions ----------------------------------------------------------------------------------
 
-    def _flash(self, given: dict[str, Any], *, packed_needs_lengths: bool) -> Described:
+    def _flash(self, given: dict[str, Any], *, packed_needs_lengths: bool) -> CallArgs:
         _check(given)
         described = _common(given)
         query, key, mask = given["query"], given["key"], given["attention_mask"]
@@ -236,7 +236,7 @@ class Describer:
         hidden: Tensor = self._once("padding", mask, lambda: mask == 0)
         return hidden
 
-    def _compact_window(self, described: Described, mask: Tensor, query_len: int, key_len: int) -> None:
+    def _compact_window(self, described: CallArgs, mask: Tensor, query_len: int, key_len: int) -> None:
         """A window counts real tokens only: where padding lies between them, it reaches further."""
         contiguous = False
         if query_len > 1 and not torch.compiler.is_compiling():
@@ -356,8 +356,8 @@ def _check(given: Mapping[str, Any]) -> None:
         raise UnsupportedAttention("attention_mask is a nested tensor")
 
 
-def _common(given: Mapping[str, Any]) -> Described:
-    described: Described = {
+def _common(given: Mapping[str, Any]) -> CallArgs:
+    described: CallArgs = {
         "query": given["query"],
         "key": given["key"],
         "value": given["value"],

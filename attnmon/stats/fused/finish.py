@@ -164,11 +164,11 @@ def _geometry(
         d = first + tl.arange(0, BE)
         read = has_tail[:, None] & (d < E)[None, :]
         vector = tl.load(x_key[:, None] + d[None, :] * x_stride_d, mask=read, other=0.0).to(tl.float32)
-        centre = tl.load(s_vectors + at[:, None] * E + d[None, :], mask=read, other=0.0)
+        center = tl.load(s_vectors + at[:, None] * E + d[None, :], mask=read, other=0.0)
         weighted = vector * factor[:, None]
-        away = weighted - centre
+        away = weighted - center
         exact_square += tl.sum(away * away, 1)
-        exact_excess += tl.sum(weighted * (away - centre), 1)
+        exact_excess += tl.sum(weighted * (away - center), 1)
 
     spot = at[:, None] * KP + slot
     to_s = tl.load(near_square + spot, mask=exists, other=0.0)

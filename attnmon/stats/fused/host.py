@@ -74,7 +74,7 @@ def unsupported(call: AttentionCall, settings: Settings) -> str | None:
     if call.logits is not None or call.query is None or call.key is None:
         return "logits without queries and keys (eager attention)"
     if call.weights is not None:
-        return "a normaliser other than softmax"
+        return "a normalizer other than softmax"
     if call.score_mod is not None or call.mask_mod is not None:
         return "a score_mod or mask_mod function"
     tokens = tokens_of(call, settings)

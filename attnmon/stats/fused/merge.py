@@ -189,12 +189,12 @@ def merge(
                 other=0.0,
             ).to(tl.float32)
             weighted = vector * factor[:, :, None]
-            centre = tl.sum(tl.where(chosen, weighted, 0.0), 1)
-            tl.store(s_vectors + at[:, None] * E + d[None, :], centre, mask=seen[:, None] & (d < E)[None, :])
-            away = weighted - centre[:, None, :]
-            s_square += tl.sum(centre * centre, 1)
+            center = tl.sum(tl.where(chosen, weighted, 0.0), 1)
+            tl.store(s_vectors + at[:, None] * E + d[None, :], center, mask=seen[:, None] & (d < E)[None, :])
+            away = weighted - center[:, None, :]
+            s_square += tl.sum(center * center, 1)
             to_s += tl.sum(away * away, 2)
-            excess += tl.sum(weighted * (away - centre[:, None, :]), 2)
+            excess += tl.sum(weighted * (away - center[:, None, :]), 2)
         tl.store(own + R_S_SQUARE * num_total, s_square, mask=seen)
         tl.store(near_square + keep, to_s, mask=seen[:, None])
         tl.store(near_excess + keep, excess, mask=seen[:, None])

@@ -1,6 +1,6 @@
 """|softmax(z + a) - softmax(z)| of rows without cancellation (definitions, section 4; paper, Algorithm 5).
 
-Weights are unnormalised, e = exp(z - max z), so the largest is exactly 1 and the others' sum is what is left of Z.
+Weights are unnormalized, e = exp(z - max z), so the largest is exactly 1 and the others' sum is what is left of Z.
 """
 
 from __future__ import annotations

@@ -350,7 +350,7 @@ class _Reducer:
         if isinstance(alpha, Tensor):
             alpha = alpha.to(self.compute)[block.heads if alpha.numel() > 1 else slice(None)][:, None, None]
         weights = self._given_rows(call.weights, block, positions)
-        return weight_metrics(inputs, weights, alpha, call.normaliser, self.settings.metrics)
+        return weight_metrics(inputs, weights, alpha, call.normalizer, self.settings.metrics)
 
     def _pack(self, values: dict[str, Tensor], finite: Tensor, num_keys: Tensor, live: Tensor | None) -> Tensor:
         """Sum rows [S, H, R] into the packed layout."""

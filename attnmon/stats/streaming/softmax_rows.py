@@ -1,6 +1,6 @@
 """The arithmetic of a block of rows: logits in, one number per row and metric out.
 
-Weights stay unnormalised, e = exp(z - max z), so the largest is exactly 1, and Z is their sum. Whatever would
+Weights stay unnormalized, e = exp(z - max z), so the largest is exactly 1, and Z is their sum. Whatever would
 cancel near one-hot rows is rearranged so that it does not: sums run over the K largest entries and over the
 rest apart, and the largest entry itself only ever enters analytically. ``reference.py`` says what each number
 is; here is how to get it in few passes.
@@ -47,10 +47,10 @@ def row_metrics(inputs: RowInputs, wanted: Collection[str]) -> RowOutputs:
     if inputs.sinks is not None:
         finite &= (inputs.sinks < math.inf)[:, None]
     if weight is None:
-        centred = torch.sub(seen, mean[..., None], out=work)
+        centerd = torch.sub(seen, mean[..., None], out=work)
     else:
-        centred = seen.addcmul_(mean[..., None], weight, value=-1)
-    values["logit_std"] = torch.linalg.vector_norm(centred, dim=-1) / n.clamp(min=1.0).sqrt()
+        centerd = seen.addcmul_(mean[..., None], weight, value=-1)
+    values["logit_std"] = torch.linalg.vector_norm(centerd, dim=-1) / n.clamp(min=1.0).sqrt()
 
     least = _LEAST_EXPONENT[d.dtype]
     d_top = z_top - largest_logit

@@ -1,7 +1,7 @@
-"""Metrics of rows whose weights another normaliser than softmax made: sparsemax and the alpha-entmax family.
+"""Metrics of rows whose weights another normalizer than softmax made: sparsemax and the alpha-entmax family.
 
 What is said of weights comes from the weights themselves, zeros included; logits give what is said of logits. The
-Jacobian is the normaliser's own (definitions, section 4; Peters, Niculae, Martins, arXiv 1905.05702):
+Jacobian is the normalizer's own (definitions, section 4; Peters, Niculae, Martins, arXiv 1905.05702):
 ``J = (diag s - s s^T / sum s) / tau`` with ``s = p^(2 - alpha)`` on the support and 0 elsewhere.
 """
 
@@ -18,22 +18,22 @@ from attnmon.stats.streaming.row_inputs import HIDDEN, RowInputs, RowOutputs
 from attnmon.stats.streaming.separation import selection_geometry
 from attnmon.stats.streaming.top_keys import largest, leading
 
-_BELOW = 1e6  # how far a masked key lies below the largest logit, where the normaliser is called again
+_BELOW = 1e6  # how far a masked key lies below the largest logit, where the normalizer is called again
 _LEAST_EXPONENT = -36.0
 
-Normaliser = Callable[[Tensor, "float | Tensor"], Tensor]
+Normalizer = Callable[[Tensor, "float | Tensor"], Tensor]
 
 
 def weight_metrics(
-    inputs: RowInputs, weights: Tensor, alpha: float | Tensor, normaliser: Normaliser | None, wanted: Collection[str]
+    inputs: RowInputs, weights: Tensor, alpha: float | Tensor, normalizer: Normalizer | None, wanted: Collection[str]
 ) -> RowOutputs:
     """All of ``wanted`` that the inputs allow; rows that are not finite or see nothing hold garbage.
 
     Args:
         inputs: finished logits ``z`` (softcap and sinks are ignored), ``perturbation`` as a = eps v / tau.
         weights: p, [S, H, R, Lk].
-        alpha: of the normaliser; a number, or broadcastable to [S, H, R, Lk].
-        normaliser: (logits, alpha) -> weights over the last axis, for ``jacobian_fd``; or None.
+        alpha: of the normalizer; a number, or broadcastable to [S, H, R, Lk].
+        normalizer: (logits, alpha) -> weights over the last axis, for ``jacobian_fd``; or None.
     """
     mask, n = inputs.mask, inputs.num_keys
     z, p = inputs.z, weights
@@ -46,11 +46,11 @@ def weight_metrics(
     if mask is not None:
         below = torch.where(mask, below, 0.0)
     mean = below.sum(-1) / n.clamp(min=1.0)
-    centred = below - mean[..., None]
+    centerd = below - mean[..., None]
     if mask is not None:
-        centred = torch.where(mask, centred, 0.0)
+        centerd = torch.where(mask, centerd, 0.0)
     values["max_logit"] = top
-    values["logit_std"] = torch.linalg.vector_norm(centred, dim=-1) / n.clamp(min=1.0).sqrt()
+    values["logit_std"] = torch.linalg.vector_norm(centerd, dim=-1) / n.clamp(min=1.0).sqrt()
     finite = (top < math.inf) & mean.isfinite() & p.sum(-1).isfinite()
     z, p = (torch.where(finite[..., None], tensor, 0.0) for tensor in (z, p))
 
@@ -67,8 +67,8 @@ def weight_metrics(
     if "jacobian" in wanted or "jacobian_max" in wanted:
         values["jacobian"] = largest_sensitivity(p, alpha) / inputs.tau
         values["jacobian_max"] = values["jacobian"]
-    if inputs.perturbation is not None and normaliser is not None:
-        moved = _moved(z, top, mask, inputs.perturbation, alpha, normaliser)
+    if inputs.perturbation is not None and normalizer is not None:
+        moved = _moved(z, top, mask, inputs.perturbation, alpha, normalizer)
         values["jacobian_fd"] = (moved / inputs.fd_epsilon).to(p.dtype)
     if inputs.tokens is not None:
         values["separability"], values["distance"] = selection_geometry(
@@ -118,9 +118,9 @@ def _first_mass(p: Tensor, first_key: Tensor | None) -> Tensor:
 
 
 def _moved(
-    z: Tensor, top: Tensor, mask: Tensor | None, move: Tensor, alpha: float | Tensor, normaliser: Normaliser
+    z: Tensor, top: Tensor, mask: Tensor | None, move: Tensor, alpha: float | Tensor, normalizer: Normalizer
 ) -> Tensor:
-    """|F(z + a) - F(z)| of each row: two calls of the normaliser and a difference that cancels, in float64.
+    """|F(z + a) - F(z)| of each row: two calls of the normalizer and a difference that cancels, in float64.
 
     Unlike softmax, F has no closed form in which the difference could be taken beforehand.
     """
@@ -130,6 +130,6 @@ def _moved(
         z = torch.where(mask, z, torch.nan_to_num(top, 0.0, 0.0, 0.0).to(exact)[..., None] - _BELOW)
     if isinstance(alpha, Tensor):
         alpha = alpha.to(exact)
-    difference = normaliser(z + move.to(exact), alpha) - normaliser(z, alpha)
+    difference = normalizer(z + move.to(exact), alpha) - normalizer(z, alpha)
     length: Tensor = torch.linalg.vector_norm(difference, dim=-1)
     return length

@@ -19,8 +19,8 @@ from attnmon.capture.observe import Observer
 from attnmon.errors import UnsupportedAttention
 
 HELD_BYTES = 256 << 20
-"""Notes that hold more than this are measured before the forward ends: under activation checkpointing, or without
-gradients, nothing else keeps these tensors."""
+"""Waiting calls that hold more than this are measured before the forward ends: under activation checkpointing, or
+without gradients, nothing else keeps these tensors."""
 
 CHANGED = (
     "a tensor of the call was changed in place, or freed, before the model's forward had ended; further calls of this "
@@ -51,13 +51,13 @@ class _Held:
 
 
 @dataclass(frozen=True, slots=True)
-class _Note:
+class _DeferredCall:
     site: Site
     measure: Callable[[], None]
     held: list[_Held]
 
 
-class Notes:
+class DeferredCalls:
     """The calls of one forward that wait to be measured, in their order.
 
     Args:
@@ -67,7 +67,7 @@ class Notes:
 
     def __init__(self, observer: Observer, *, at_once: bool = False) -> None:
         self._observer, self._at_once = observer, at_once
-        self._notes: list[_Note] = []
+        self._deferred: list[_DeferredCall] = []
         self._storages: set[int] = set()
         self._bytes = 0
 
@@ -84,10 +84,10 @@ class Notes:
         read = [plain(tensor) for tensor in tensors]
         # inference tensors have no version to compare
         if self._at_once or site.at_once or any(tensor.is_inference() for tensor in read):
-            self._run([_Note(site, measure, [])])
+            self._run([_DeferredCall(site, measure, [])])
             return
-        note = _Note(site, measure, [_Held.of(tensor) for tensor in read])
-        self._notes.append(note)
+        note = _DeferredCall(site, measure, [_Held.of(tensor) for tensor in read])
+        self._deferred.append(note)
         for held in note.held:
             storage = held.tensor.untyped_storage().data_ptr()
             if storage not in self._storages:
@@ -98,18 +98,18 @@ class Notes:
 
     def measure(self) -> None:
         """Measure all that wait, and let go of their tensors."""
-        if self._notes:
-            notes = self._notes
+        if self._deferred:
+            deferred = self._deferred
             self.drop()
-            self._run(notes)
+            self._run(deferred)
 
     def drop(self) -> None:
         """Let go of all that wait."""
-        self._notes, self._storages, self._bytes = [], set(), 0
+        self._deferred, self._storages, self._bytes = [], set(), 0
 
-    def _run(self, notes: list[_Note]) -> None:
+    def _run(self, deferred: list[_DeferredCall]) -> None:
         with below_modes():
-            for note in notes:
+            for note in deferred:
                 try:
                     if not all(held.is_unchanged() for held in note.held):
                         note.site.at_once = True

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from attnmon.capture.patching.standins import chain, retire, stand_before, standing, take_up
+from attnmon.capture.patching.standins import activate_link, active_link, chain, deactivate_link, stand_before
 
 
 def stand_in_for(function):
@@ -21,13 +21,13 @@ def test_what_is_put_back_is_never_out_of_use():
     first = stand_in_for(function)
     second = stand_in_for(first)
     assert chain(second) == [second, first, function]
-    take_up(first)
-    take_up(second)
-    assert standing(second) is second
-    retire(second)
-    assert standing(second) is first
-    retire(first)
-    assert standing(second) is standing(first) is standing(function) is function
+    activate_link(first)
+    activate_link(second)
+    assert active_link(second) is second
+    deactivate_link(second)
+    assert active_link(second) is first
+    deactivate_link(first)
+    assert active_link(second) is active_link(first) is active_link(function) is function
 
 
 def test_what_has_no_hash_or_cannot_be_referred_to_weakly_stands_alone():
@@ -40,4 +40,4 @@ def test_what_has_no_hash_or_cannot_be_referred_to_weakly_stands_alone():
 
     for alone in (Callable(2), None, 3):
         assert chain(alone) == [alone]
-        assert standing(alone) is alone
+        assert active_link(alone) is alone

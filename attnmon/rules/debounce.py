@@ -17,7 +17,7 @@ _NOBODY = np.zeros(0, dtype=np.intp)
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
+class Debounce:
     """Opens an alert after ``patience`` measured steps in a row beyond a limit, closes it after ``clear_steps`` in a
     row clear of the lower limit. A step without data neither advances nor resets a count.
 
