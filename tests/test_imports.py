@@ -14,6 +14,7 @@ PACKAGE = ROOT / "attnmon"
 LEVELS = {
     "errors": 0,
     "types": 0,
+    "checks": 0,
     "metrics": 0,
     "flex_mods": 0,
     "call": 0,
