@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,10 @@ from torch import Tensor
 from attnmon.errors import AttnmonError, UnsupportedAttention
 from attnmon.flex_mods import MaskMod, ScoreMod, differs_by_head
 from attnmon.types import AttentionCall
+
+CallArgs = dict[str, Any]
+"""Arguments of ``make_call`` by name, as routes describe a call. Two more are taken out before that: ``originals``, the
+queries and keys as the module has them, and ``folded``, whether heads are in the first axis."""
 
 
 def make_call(

@@ -14,10 +14,10 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from attnmon.capture import CoverageRecord, coverage_table
+from attnmon.checks import check_whole
 from attnmon.errors import AttnmonError, AttnmonWarning, MissingExtra
 from attnmon.run.monitor import Monitor
-from attnmon.run.options import DEFAULTS, Options
-from attnmon.stats.settings import check_count
+from attnmon.run.options import DEFAULTS, CallbackKeywords, WatchOptions, shows_options
 from attnmon.types import Alert, Snapshot
 from attnmon.writers import ConsoleWriter, JsonlWriter, TensorBoardWriter, Writer
 from attnmon.writers.logger import LoggerWriter
@@ -43,6 +43,7 @@ def _callback_bases() -> tuple[type, ...]:
 
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
     class _Base:
         """Stands in for the Callback class, which is chosen at import."""
@@ -58,34 +59,57 @@ class AttentionMonitor(_Base):
     in sanity check, validation, test or prediction. Scalars go to every logger of the trainer, pictures and tables to
     those that can show them, at the step of the trainer's own logs; alerts also go to the console. Without a logger
     records go to ``attnmon.jsonl`` in the trainer's root directory. Over data-parallel ranks the numbers are merged
-    exactly by one collective a measured step, and rank 0 writes. A checkpoint carries baselines and open alerts.
+    exactly by one collective per measured step, and rank 0 writes. A checkpoint carries baselines and open alerts.
 
     One Trainer may have several, if they differ in an option that the numbers or the alerts depend on: it is part of
     the key under which a checkpoint keeps their states. A Trainer's only monitor also takes up a state that was saved
     under other options.
 
+    Tags:
+
+    - ``attnmon/<metric>/mean``, ``/min``, ``/max``: scalars over all heads, in every logger, for each measured metric
+      of ``attnmon.metrics.METRICS``, in its unit: ``entropy`` (nats), ``entropy_norm``, ``max_logit`` (logits),
+      ``max_logit_uncapped`` (logits), ``logit_std`` (logits), ``effective_temperature``, ``max_prob``, ``top_mass``,
+      ``first_mass``, ``sink_mass``, ``separability``, ``jacobian``, ``jacobian_max``, ``jacobian_fd``, ``distance``
+    - ``attnmon/rows/total``, ``attnmon/excluded/total``, ``attnmon/excluded/<reason>``: scalars, query positions
+      that entered the numbers, and those left out (``padding``, ``masked``, ``nonfinite``)
+    - ``attnmon/heads/<metric>``: a picture of the newest step, layers down, heads across
+    - ``attnmon/alerts``: a table of the newest alerts (text)
+    - ``attnmon/legend``: what each metric is (text, once; TensorBoard only)
+
+    Example:
+        >>> from pytorch_lightning import Trainer
+        >>> from attnmon.lightning import AttentionMonitor
+        >>> monitor = AttentionMonitor(rows=64, metrics=["entropy_norm", "max_logit", "effective_temperature"])
+        >>> trainer = Trainer(callbacks=[monitor])  # trainer.fit(model), then monitor.latest, monitor.alerts
+
     Args:
-        log_every_n_steps: snapshots are written every so many steps; None for the trainer's own setting.
+        log_every_n_steps: optimizer steps between two snapshots that are written; None for the trainer's own setting.
         writers: further writers, besides those for the trainer's loggers.
-        options: see ``attnmon.watch``.
+        options: all others that ``attnmon.watch`` takes, and describes.
 
     Raises:
         AttnmonError: an option is wrong (at construction); the model has no attention (when fitting starts).
         MissingExtra: no Lightning package is installed.
     """
 
+    @shows_options("write_every_n_steps")
     def __init__(
-        self, *, log_every_n_steps: int | None = None, writers: Iterable[Writer] | Writer = (), **options: Any
+        self,
+        *,
+        log_every_n_steps: int | None = None,
+        writers: Iterable[Writer] | Writer = (),
+        **options: Unpack[CallbackKeywords],
     ) -> None:
         super().__init__()
-        check_count("log_every_n_steps", log_every_n_steps, none_means="the trainer's own")
+        check_whole("log_every_n_steps", log_every_n_steps, none_means="the trainer's own")
         if "write_every_n_steps" in options:
             raise AttnmonError("write_every_n_steps is called log_every_n_steps in this callback")
         accepted = {"log_every_n_steps", *DEFAULTS} - {"write_every_n_steps"}
         unknown = ", ".join(repr(name) for name in options if name not in accepted)
         if unknown:
             raise AttnmonError(f"unknown option {unknown}; accepted are: {', '.join(sorted(accepted))}")
-        checked = Options(writers=writers, **options)  # type: ignore[arg-type]  # made a tuple there
+        checked = WatchOptions(writers=writers, **options)  # type: ignore[arg-type]  # made a tuple there
         self._writers = checked.writers
         # what runs once is kept: a second fit needs it again
         self._options = {name: getattr(checked, name) for name in options}
@@ -160,7 +184,7 @@ class AttentionMonitor(_Base):
             self._monitor.pause()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """The same for a training step without a loss, which has no backward."""
+        """A training step without a loss has no backward: what runs from here on is not training."""
         self.on_after_backward(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnmon.call import CallArgs
 from attnmon.capture.hooks import BeforeForward
 from attnmon.capture.routes.eager_tracker import EagerTracker
 from attnmon.capture.routes.head_axes import ModuleInputs, unfold
-from attnmon.capture.routes.torch_calls import CallArgs
 
 
 class ForwardFrame:

@@ -9,13 +9,55 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
-from attnmon.capture.routes.torch_calls import CallMode
+
+class CallMode(TorchFunctionMode):
+    """Passes every torch call on unchanged, then reports it.
+
+    Args:
+        report: called with function, arguments and result, after the call.
+    """
+
+    def __init__(self, report: Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], None]) -> None:
+        super().__init__()
+        self._report = report
+
+    def silence(self) -> None:
+        """Report nothing any more: it has to wait for its thread to take it off the stack."""
+        self._report = _nothing
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.unflatten and torch.compiler.is_compiling():
+            # of Tensor's methods written in Python the one that says super(), which the compiler cannot trace so
+            result = args[0].unflatten(*args[1:], **kwargs)
+        elif func is checkpoint and args and torch.compiler.is_compiling():
+            # to the compiler a checkpointed region is one call; what is inside is to be seen all the same
+            def inside(*args: Any, **kwargs: Any) -> Any:
+                with self:
+                    return region(*args, **kwargs)
+
+            region = args[0]
+            result = func(inside, *args[1:], **kwargs)
+        else:
+            result = func(*args, **kwargs)
+        self._report(func, args, kwargs, result)
+        return result
+
+
+def _nothing(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+    return None
+
 
 _ours: weakref.WeakSet[CallMode] = weakref.WeakSet()
 _orphans: weakref.WeakSet[CallMode] = weakref.WeakSet()

@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from attnmon.call import CallArgs, make_call
 from attnmon.capture.coverage import Site
-from attnmon.capture.routes.torch_calls import CallArgs
 from attnmon.types import AttentionCall
 
-if TYPE_CHECKING:
-    from attnmon.capture.routes.entmax import Normalized
+
+@dataclass(frozen=True, slots=True)
+class Normalized:
+    """What a normalizer other than softmax made of some scores.
+
+    Attributes:
+        name: of the function; the call's route.
+        source, weights: what it was given and what it returned, [..., Lq, Lk].
+        dim: the axis it was asked to normalize.
+        alpha: a number, or [H or 1] by head.
+        function: (logits, alpha) -> weights over the last axis.
+        trouble: why this cannot be measured; "" otherwise.
+    """
+
+    name: str
+    source: Any
+    weights: Any
+    dim: Any
+    alpha: float | Tensor
+    function: Callable[[Tensor, float | Tensor], Tensor]
+    trouble: str = ""
 
 
 Describe = Callable[[tuple[Any, ...], Mapping[str, Any]], CallArgs]
@@ -59,7 +79,7 @@ class CallInterceptor(Protocol):
         are reported as anywhere else, and ``describe`` is asked only where none was seen.
         """
 
-    def normalize_through(
+    def intercept_normalizer(
         self,
         original: Callable[..., Any],
         args: tuple[Any, ...],
@@ -77,3 +97,19 @@ class Patch(Protocol):
 
     def remove(self) -> None:
         """Put back."""
+
+
+def observe_call(observer: Observer, site: Site, route: str, described: CallArgs, hidden: Tensor | None) -> None:
+    """Have a call measured.
+
+    Args:
+        described: arguments of ``attnmon.call.make_call``.
+        hidden: the hidden states [B, L, E] that entered its module, if they are wanted.
+    """
+    if hidden is not None and described["key"].shape[0] == hidden.shape[0]:
+        described = {**described, "hidden": hidden if hidden.shape[1] == described["key"].shape[2] else None}
+    call = make_call(**{**described, "is_cross": described.get("is_cross", False) or site.kind == "cross"})
+    site.route = route
+    if call.is_cross and not site.calls:
+        site.kind = "cross"
+    observer.observe(site, call)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnmon.capture.compiled import operators as traced
+from attnmon.capture import process_wide
+from attnmon.capture.compiled import operators
 from attnmon.capture.compiled.emitted import GraphCalls, GraphSoftmax
 from attnmon.capture.compiled.replay import Replay
 from attnmon.capture.coverage import CoverageRecord, Site
@@ -17,9 +18,8 @@ from attnmon.capture.deferred import DeferredCalls
 from attnmon.capture.fast_path import StockLayers, may_fuse
 from attnmon.capture.frames import ActiveForwards, ForwardFrame, hidden_of, in_backward
 from attnmon.capture.hooks import AfterForward, BeforeForward, HookPair, free_key
-from attnmon.capture.mode_stack import Place, ours_here
+from attnmon.capture.mode_stack import CallMode, Place, ours_here
 from attnmon.capture.observe import Observer, Patch
-from attnmon.capture.patching import process_wide as process
 from attnmon.capture.reporter import Reporter
 from attnmon.capture.routes import flex
 from attnmon.capture.routes.eager_calls import EagerCalls
@@ -28,7 +28,6 @@ from attnmon.capture.routes.entmax import EntmaxPatch
 from attnmon.capture.routes.flash import FlashPatch
 from attnmon.capture.routes.flex import FlexPatch
 from attnmon.capture.routes.head_axes import ModuleInputs
-from attnmon.capture.routes.torch_calls import CallMode
 from attnmon.capture.routes.transformers_registry import RegistryPatch
 from attnmon.capture.sites import by_name, coverage_of, find_sites
 from attnmon.errors import UnsupportedAttention
@@ -75,7 +74,7 @@ class Recorder:
         self._running = ActiveForwards()
         self._deferred = DeferredCalls(observer, at_once=at_once)
         self._replay = Replay(self._sites, observer, self._running)  # held here alone
-        self._number = traced.register(self._replay)
+        self._number = operators.register(self._replay)
         self._graph_calls = GraphCalls(self._running, self._number)
         self._reporter = Reporter(self._watched, observer, self._running, self._graph_calls, self._deferred)
         # functions replaced during a measured step
@@ -132,10 +131,10 @@ class Recorder:
             return
         self._choose_hooks()
         for device in self._devices():
-            traced.prepare(device)
+            operators.prepare(device)
         self._thread = threading.get_ident()
         self._running.active = True
-        process.activate(self)
+        process_wide.activate(self)
         self.put_in()
 
     def stop(self) -> None:
@@ -149,7 +148,7 @@ class Recorder:
         self._running.suppressed = 0
         self._mode_holder = None
         self._deferred.drop()
-        process.deactivate(self)
+        process_wide.deactivate(self)
         self.take_out()
 
     def abandon(self) -> None:

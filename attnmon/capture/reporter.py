@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from attnmon.call import make_call
 from attnmon.capture.below import autocast_dtype, below_modes, plain
 from attnmon.capture.compiled.emitted import GraphCalls
-from attnmon.capture.coverage import Site
 from attnmon.capture.deferred import DeferredCalls
 from attnmon.capture.frames import ActiveForwards, Context, ForwardFrame, in_backward
-from attnmon.capture.observe import Describe, Observer
+from attnmon.capture.observe import Describe, Normalized, Observer, observe_call
 from attnmon.capture.routes.arguments import without_wrapping
-from attnmon.capture.routes.torch_calls import ROUTES, CallArgs, Route
+from attnmon.capture.routes.torch_calls import ROUTES, Route
 from attnmon.capture.sites import Watched
 from attnmon.errors import UnsupportedAttention
-
-if TYPE_CHECKING:
-    from attnmon.capture.routes.entmax import Normalized
-
 
 NOT_FUSED = (
     "a call of torch's encoder layer in evaluation mode and without gradients; only its fused kernel was awaited"
@@ -125,7 +119,7 @@ class Reporter:
             self._note(running.stack[-1], self._index_of(module), found, args, kwargs)
         return result
 
-    def normalize_through(
+    def intercept_normalizer(
         self,
         original: Callable[..., Any],
         args: tuple[Any, ...],
@@ -201,19 +195,3 @@ class Reporter:
                 if self._watched[frame.index][0]() is module:
                     return frame.index
         return self._running.stack[-1].index
-
-
-def observe_call(observer: Observer, site: Site, route: str, described: CallArgs, hidden: Tensor | None) -> None:
-    """Have a call measured.
-
-    Args:
-        described: arguments of ``attnmon.call.make_call``.
-        hidden: the hidden states [B, L, E] that entered its module, if they are wanted.
-    """
-    if hidden is not None and described["key"].shape[0] == hidden.shape[0]:
-        described = {**described, "hidden": hidden if hidden.shape[1] == described["key"].shape[2] else None}
-    call = make_call(**{**described, "is_cross": described.get("is_cross", False) or site.kind == "cross"})
-    site.route = route
-    if call.is_cross and not site.calls:
-        site.kind = "cross"
-    observer.observe(site, call)

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from attnmon import __version__
 from attnmon.errors import AttnmonError, MissingExtra
 
 USER_ERROR = 2
 """Exit status of a command that was asked for something impossible; nothing has been written then."""
 
 PAPER_EXPERIMENTS = ("distance-length", "distance-topn", "critical-n", "separability", "sensitivity", "normalizers")
-"""The same as ``attnmon.paper.options.EXPERIMENTS``, which would take an import of torch."""
+"""A copy of ``attnmon.paper.options.EXPERIMENTS``, whose import would take that of torch."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="attnmon", description="Watches every attention head of a transformer while it trains.")
+    parser.add_argument("--version", action="version", version=f"attnmon {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     for command in COMMANDS:
         subparser = commands.add_parser(
@@ -91,10 +93,10 @@ def _integer(lowest: int, highest: int | None = None) -> Callable[[str], int]:
 def _demo_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=_integer(1), default=400, metavar="N", help="optimizer steps")
     parser.add_argument("--layers", type=_integer(1), default=4, metavar="N", help="transformer layers")
-    parser.add_argument("--heads", type=_integer(1), default=4, metavar="N", help="attention heads a layer")
+    parser.add_argument("--heads", type=_integer(1), default=4, metavar="N", help="attention heads per layer")
     parser.add_argument("--dim", type=_integer(1), default=128, metavar="N", help="width; a multiple of --heads")
-    parser.add_argument("--length", type=_integer(2), default=128, metavar="N", help="tokens (bytes) a sequence")
-    parser.add_argument("--batch", type=_integer(1), default=8, metavar="N", help="sequences a step")
+    parser.add_argument("--length", type=_integer(2), default=128, metavar="N", help="tokens (bytes) per sequence")
+    parser.add_argument("--batch", type=_integer(1), default=8, metavar="N", help="sequences per step")
     parser.add_argument(
         "--text",
         type=Path,
@@ -131,7 +133,7 @@ def _demo(args: argparse.Namespace) -> int:
     from attnmon.commands import demo
 
     return demo.run(
-        demo.Options(
+        demo.DemoOptions(
             text=text,
             steps=args.steps,
             layers=args.layers,
@@ -270,11 +272,11 @@ def _paper(args: argparse.Namespace) -> int:
         path: Path | None = getattr(args, "text", None)
         text = _read_text(path, at_least=1)
         from attnmon.paper import command
-        from attnmon.paper.options import Options
+        from attnmon.paper.options import PaperOptions
 
         asked = getattr(args, "experiment", ["all"])
         written = command.run(
-            Options(
+            PaperOptions(
                 text=text,
                 text_name="the built-in text" if path is None else f"--text {path}",
                 out=out,

@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from pytorch_lightning.loggers import TensorBoardLogger
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from attnmon.lightning import AttentionMonitor
+from attnmon.tiny_gpt2 import tiny_gpt2
 from attnmon.types import Alert, Snapshot
 from attnmon.writers.console import heads_table
 
@@ -35,7 +35,7 @@ FAULT_TEMPERATURE = 0.04
 
 
 @dataclass(frozen=True)
-class Options:
+class DemoOptions:
     """What ``attnmon demo --help`` offers."""
 
     text: bytes
@@ -53,23 +53,9 @@ class Options:
 class ByteGPT(pl.LightningModule):
     """A GPT-2 that reads and predicts bytes."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: DemoOptions) -> None:
         super().__init__()
-        self.gpt = GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=256,
-                n_positions=options.length,
-                n_embd=options.dim,
-                n_layer=options.layers,
-                n_head=options.heads,
-                resid_pdrop=0.0,
-                embd_pdrop=0.0,
-                attn_pdrop=0.0,
-                bos_token_id=0,
-                eos_token_id=0,
-                use_cache=False,
-            )
-        )
+        self.gpt = tiny_gpt2(layers=options.layers, heads=options.heads, width=options.dim, length=options.length)
 
     def training_step(self, tokens: Tensor, batch_index: int) -> Tensor:
         """Next-byte cross entropy of one batch, [batch, length]."""
@@ -117,7 +103,7 @@ class TemperatureFault(pl.Callback):
         projection.bias[:dim] *= by_column
 
 
-def batches(options: Options) -> DataLoader[Tensor]:
+def batches(options: DemoOptions) -> DataLoader[Tensor]:
     """One epoch of ``options.steps`` batches of random windows of the text."""
     text = torch.frombuffer(bytearray(options.text), dtype=torch.uint8).long()
     windows: Any = text.unfold(0, options.length, options.length)  # [windows, length]; a tensor serves as a data set
@@ -125,7 +111,7 @@ def batches(options: Options) -> DataLoader[Tensor]:
     return DataLoader(windows, batch_size=options.batch, sampler=sampler)
 
 
-def run(options: Options) -> int:
+def run(options: DemoOptions) -> int:
     """Train, report, and return the exit status: 1 if a planted fault was not found, otherwise 0."""
     with _less_noise():
         pl.seed_everything(options.seed, verbose=False)

@@ -13,7 +13,7 @@ from torch import Tensor
 from attnmon.capture.below import DRY_RUN
 from attnmon.capture.coverage import Site
 from attnmon.errors import AttnmonError
-from attnmon.run.backend_choice import Reducer
+from attnmon.run.backend_choice import BackendChoice
 from attnmon.stats.packing import Packing
 from attnmon.stats.plan import Plan, choose_sequences, make_plan
 from attnmon.stats.settings import Settings
@@ -50,7 +50,7 @@ class Accumulator:
     ) -> None:
         self.settings = settings
         self.packing = Packing(settings.metrics)
-        self._reduce = Reducer(settings, self.packing, backend, on_note)
+        self._reduce = BackendChoice(settings, self.packing, backend, on_note)
         self._on_fault = on_fault
         self._matrices: dict[str, Tensor] = {}
         # the masks stay referenced, or another mask could come to lie at the same address

@@ -27,7 +27,7 @@ _TOLERANCE = 1e-3  # relative; both compute in float32, and their rounding diffe
 _OF_SELECTIONS = 0.05  # of separability and distance, which change where rounding exchanges two nearly equal weights
 
 
-class Reducer:
+class BackendChoice:
     """Reduces calls and remembers which kinds of them the kernels may take.
 
     Args:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,14 +19,17 @@ from attnmon.capture import CoverageRecord, Recorder
 from attnmon.capture.below import below_modes
 from attnmon.errors import AttnmonError, AttnmonWarning
 from attnmon.metrics import METRICS
-from attnmon.rules import Rule, RuleSet
+from attnmon.rules import RuleSet
 from attnmon.run.accumulator import Accumulator
 from attnmon.run.host_copies import HostCopies
-from attnmon.run.options import Options
+from attnmon.run.options import WatchKeywords, WatchOptions, shows_options
 from attnmon.run.ranks import RankMerger, world_size
 from attnmon.stats.settings import Settings
 from attnmon.types import Alert, Snapshot
-from attnmon.writers import FanOut, Writer
+from attnmon.writers import FanOut
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _ALERTS_KEPT = 10_000  # a run that alarms all day must not fill memory
 
@@ -38,8 +41,8 @@ class Monitor:
     ``state_dict`` key or any random state.
     """
 
-    def __init__(self, model: nn.Module, **options: Any) -> None:
-        given = Options(**options)
+    def __init__(self, model: nn.Module, **options: Unpack[WatchKeywords]) -> None:
+        given = WatchOptions(**options)  # type: ignore[arg-type]  # one item becomes a tuple there
         self.every_n_steps = given.every_n_steps
         self.write_every_n_steps = given.write_every_n_steps
         self._on_error = given.on_error
@@ -436,26 +439,8 @@ def weak_callback(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def watch(
-    model: nn.Module,
-    *,
-    every_n_steps: int = 1,
-    rows: int | None = 32,
-    sequences: int | None = 4,
-    top_n: int = 16,
-    tokens: str = "value",
-    fd_epsilon: float = 0.1,
-    metrics: Iterable[str] | str | None = None,
-    include: Sequence[str] | str | None = None,
-    exclude: Sequence[str] | str | None = None,
-    rules: Iterable[Rule] | None = None,
-    writers: Iterable[Writer] | Writer = (),
-    on_alert: Callable[[Alert], None] | None = None,
-    backend: str = "auto",
-    on_error: str = "warn",
-    write_every_n_steps: int = 1,
-    process_group: Any = None,
-) -> Monitor:
+@shows_options()
+def watch(model: nn.Module, **options: Unpack[WatchKeywords]) -> Monitor:
     """Watch every attention module of ``model``.
 
     Args:
@@ -483,5 +468,4 @@ def watch(
     Raises:
         AttnmonError: an option is wrong, or the model has no attention.
     """
-    options = {name: given for name, given in locals().items() if name != "model"}
     return Monitor(model, **options)

@@ -2,21 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypedDict, TypeVar
 
+from attnmon.checks import check_choice, check_whole
 from attnmon.errors import AttnmonError
 from attnmon.rules import Rule, RuleSet
 from attnmon.stats.api import resolve_backend
-from attnmon.stats.settings import Settings, check_count
+from attnmon.stats.settings import Settings
 from attnmon.types import Alert
 from attnmon.writers import Writer
 
+_NUMBERS: dict[str, Any] = {option.name: option.default for option in fields(Settings)}
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class CallbackKeywords(TypedDict, total=False):
+    """The options that a trainer's callback hands on to ``attnmon.watch`` as they are."""
+
+    every_n_steps: int
+    rows: int | None
+    sequences: int | None
+    top_n: int
+    tokens: str
+    fd_epsilon: float
+    metrics: Iterable[str] | str | None
+    include: Sequence[str] | str | None
+    exclude: Sequence[str] | str | None
+    rules: Iterable[Rule] | Rule | None
+    on_alert: Callable[[Alert], None] | None
+    backend: str
+    on_error: str
+    process_group: Any
+
+
+class WatchKeywords(CallbackKeywords, total=False):
+    """The options of ``attnmon.watch`` as a user may give them; ``attnmon.watch`` says what each means."""
+
+    writers: Iterable[Writer] | Writer
+    write_every_n_steps: int
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What ``attnmon.watch`` takes beside the model, and describes.
+class WatchOptions:
+    """The options of ``attnmon.watch`` with their defaults, checked as far as that takes no model.
 
     Where one or several are accepted, one becomes a tuple, and so does what can be iterated over only once.
 
@@ -28,11 +59,11 @@ class Options:
     """
 
     every_n_steps: int = 1
-    rows: int | None = 32
-    sequences: int | None = 4
-    top_n: int = 16
-    tokens: str = "value"
-    fd_epsilon: float = 0.1
+    rows: int | None = _NUMBERS["rows"]
+    sequences: int | None = _NUMBERS["sequences"]
+    top_n: int = _NUMBERS["top_n"]
+    tokens: str = _NUMBERS["tokens"]
+    fd_epsilon: float = _NUMBERS["fd_epsilon"]
     metrics: tuple[str, ...] | None = None
     include: tuple[str, ...] | None = None
     exclude: tuple[str, ...] | None = None
@@ -54,10 +85,9 @@ class Options:
             patterns = getattr(self, name)
             if not all(isinstance(pattern, str) for pattern in patterns or ()):
                 raise AttnmonError(f"{name} must be glob patterns on module paths, such as '*.attn'; got {patterns!r}")
-        check_count("every_n_steps", self.every_n_steps)
-        check_count("write_every_n_steps", self.write_every_n_steps)
-        if self.on_error not in ("warn", "raise"):
-            raise AttnmonError(f"on_error must be 'warn' or 'raise'; got {self.on_error!r}")
+        check_whole("every_n_steps", self.every_n_steps)
+        check_whole("write_every_n_steps", self.write_every_n_steps)
+        check_choice("on_error", self.on_error, ("warn", "raise"))
         if self.on_alert is not None and not callable(self.on_alert):
             raise AttnmonError(f"on_alert must be callable with one Alert; got {self.on_alert!r}")
         for writer in self.writers:
@@ -76,8 +106,31 @@ class Options:
         RuleSet(self.rules)
 
 
-DEFAULTS: dict[str, Any] = {option.name: option.default for option in fields(Options) if option.init}
+DEFAULTS: dict[str, Any] = {option.name: option.default for option in fields(WatchOptions) if option.init}
 """Option -> what it is where nothing is said."""
+
+
+def shows_options(*left_out: str) -> Callable[[_Function], _Function]:
+    """A decorator: ``help`` and ``inspect.signature`` show each option that ``**options`` takes, with its default.
+
+    Args:
+        left_out: options of ``attnmon.watch`` that the function does not take.
+    """
+
+    def decorate(function: _Function) -> _Function:
+        signature = inspect.signature(function)
+        kept = [given for given in signature.parameters.values() if given.kind is not given.VAR_KEYWORD]
+        taken = {*left_out, *signature.parameters}
+        for name, default in DEFAULTS.items():
+            if name not in taken:
+                annotation = WatchKeywords.__annotations__[name].__forward_arg__  # as it is written above
+                kept.append(
+                    inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+                )
+        function.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+        return function
+
+    return decorate
 
 
 def _as_tuple(name: str, given: Any, kind: type) -> Any:

@@ -9,18 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnmon.call import normalize_window
+from attnmon.call import CallArgs, normalize_window
 from attnmon.capture.below import below_modes
-from attnmon.capture.compiled import operators as traced
+from attnmon.capture.compiled import operators
 from attnmon.capture.frames import ActiveForwards, ForwardFrame
 from attnmon.capture.hooks import BeforeForward
 from attnmon.capture.observe import Describe
 from attnmon.capture.routes import flex
 from attnmon.capture.routes.eager_tracker import SoftmaxSeen
 from attnmon.capture.routes.head_axes import ModuleInputs, count_heads
-from attnmon.capture.routes.torch_calls import SDPA, STATIC, CallArgs, describe_sdpa, mha_arguments
+from attnmon.capture.routes.torch_calls import SDPA, STATIC, describe_sdpa, mha_arguments
 from attnmon.errors import UnsupportedAttention
 
+_DEFAULTS = {"causal_offset": 0, "is_causal": False, "is_cross": False, "prescale": 1.0}
 _SEQUENCES = 4
 _ROWS = 64  # of flex attention: evenly spaced; the sampled ones are among them
 
@@ -79,29 +80,24 @@ class GraphCalls:
         if frame.hook.excluded:
             return
         given = mha_arguments(args, kwargs)
-        query, key, value, inputs = given["query"], given["key"], given["value"], frame.inputs
+        query, key, inputs = given["query"], given["key"], frame.inputs
         if given.get("static_k") is not None or given.get("static_v") is not None:
             self.refusal(frame.hook, STATIC, query.device)
             return
         is_cross = query is not key or inputs.is_cross(query.shape[0], key.shape[0])
         is_separate = given.get("use_separate_proj_weight", False)
         device = query.device.type
+        separate = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+        unused = ("in_proj_weight",) if is_separate else separate
+        read = (*("query", "key", "value", "in_proj_weight", "in_proj_bias"), *separate, "bias_k", "bias_v")
+        tensors = [
+            None if name in unused else _detached(given.get(name)) for name in (*read, "key_padding_mask", "attn_mask")
+        ]
         frame.left += 1
         torch.ops.attnmon.observe_mha(
-            traced.ORDER[query.device],
+            operators.ORDER[query.device],
             frame.hook.token,
-            query.detach(),
-            key.detach(),
-            value.detach(),
-            None if is_separate else _detached(given.get("in_proj_weight")),
-            _detached(given.get("in_proj_bias")),
-            _detached(given.get("q_proj_weight")) if is_separate else None,
-            _detached(given.get("k_proj_weight")) if is_separate else None,
-            _detached(given.get("v_proj_weight")) if is_separate else None,
-            _detached(given.get("bias_k")),
-            _detached(given.get("bias_v")),
-            _detached(given.get("key_padding_mask")),
-            _detached(given.get("attn_mask")),
+            *tensors,
             given["num_heads"],
             bool(given.get("add_zero_attn", False)),
             bool(given.get("is_causal", False)),
@@ -112,30 +108,12 @@ class GraphCalls:
         )
 
     def _call(self, frame: ForwardFrame, route: str, described: CallArgs) -> None:
-        query, key, value = described["query"], described["key"], described.get("value")
         left, right = normalize_window(described.get("window")) or (None, None)
+        given = {**_DEFAULTS, **described, "window_left": left, "window_right": right}
         frame.left += 1
-        torch.ops.attnmon.observe(
-            traced.ORDER[query.device],
-            frame.hook.token,
-            route,
-            query.detach(),
-            key.detach(),
-            _detached(value),
-            _detached(described.get("attn_mask")),
-            described.get("key_padding_mask"),
-            _detached(described.get("sinks")),
-            described.get("cu_seqlens"),
-            described.get("hidden"),
-            described.get("scale"),
-            described.get("softcap"),
-            left,
-            right,
-            described.get("causal_offset", 0),
-            described.get("is_causal", False),
-            described.get("is_cross", False),
-            described.get("prescale", 1.0),
-        )
+        order = operators.ORDER[described["query"].device]
+        arguments = [_detached(given.get(name)) for name in operators.CALL_FIELDS]
+        torch.ops.attnmon.observe(order, frame.hook.token, route, *arguments)
 
     def rows(self, args: tuple[Any, ...]) -> None:
         """The operator for flex attention; also in functions that were compiled without their module."""
@@ -144,7 +122,7 @@ class GraphCalls:
             return
         token = trace_stack[-1].hook.token if trace_stack else self.unknown
         rows = flex.rows_in_graph(args, _SEQUENCES, _ROWS)
-        order, head_dim = traced.ORDER[args[0].device], args[0].shape[3]
+        order, head_dim = operators.ORDER[args[0].device], args[0].shape[3]
         if trace_stack:
             trace_stack[-1].left += 1
         torch.ops.attnmon.observe_rows(order, token, flex.ROUTE, *rows, head_dim)
@@ -155,7 +133,7 @@ class GraphCalls:
             return
         self._count()
         torch.ops.attnmon.observe_logits(
-            traced.ORDER[seen.logits.device],
+            operators.ORDER[seen.logits.device],
             hook.token,
             seen.logits.detach(),
             _detached(values),
@@ -170,7 +148,7 @@ class GraphCalls:
         """The operator for a call that is not measured."""
         if hook.expected and not hook.excluded:
             self._count()
-            torch.ops.attnmon.refuse(traced.ORDER[device], hook.token, reason)
+            torch.ops.attnmon.refuse(operators.ORDER[device], hook.token, reason)
 
     def _count(self) -> None:
         if self._running.trace_stack:
@@ -201,5 +179,5 @@ class GraphSoftmax:
         self._calls.refusal(self._hook, reason, tensor.device)
 
 
-def _detached(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach()
+def _detached(given: Any) -> Any:
+    return given.detach() if isinstance(given, Tensor) else given

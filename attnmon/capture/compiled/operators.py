@@ -8,6 +8,7 @@ would. It claims to write to a one-element buffer, so that no compiler removes o
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -52,8 +53,7 @@ def _find(token: Tensor) -> tuple[Replay | None, int]:
     return _REPLAYS.get(recorder), site
 
 
-@torch.library.custom_op("attnmon::observe", mutates_args=("order",))
-def observe(
+def _observe(
     order: Tensor,
     token: Tensor,
     route: str,
@@ -75,27 +75,17 @@ def observe(
     prescale: float,
 ) -> None:
     """A call given by queries and keys; arguments as of ``attnmon.call.make_call``."""
+    described = {name: given for name, given in locals().items() if name in CALL_FIELDS}
     found, site = _find(token)
     if found is not None:
-        window = None if window_left is None and window_right is None else (window_left, window_right)
-        described: dict[str, Any] = {
-            "query": query,
-            "key": key,
-            "value": value,
-            "attn_mask": attn_mask,
-            "key_padding_mask": key_padding_mask,
-            "sinks": sinks,
-            "cu_seqlens": cu_seqlens,
-            "hidden": hidden,
-            "scale": scale,
-            "softcap": softcap,
-            "window": window,
-            "causal_offset": causal_offset,
-            "is_causal": is_causal,
-            "is_cross": is_cross,
-            "prescale": prescale,
-        }
-        found.call(site, route, described)
+        left, right = described.pop("window_left"), described.pop("window_right")
+        window = None if left is None and right is None else (left, right)
+        found.call(site, route, {**described, "window": window})
+
+
+CALL_FIELDS = tuple(inspect.signature(_observe).parameters)[3:]
+"""What a graph tells of a call, in the order of the operator's arguments."""
+observe = torch.library.custom_op("attnmon::observe", _observe, mutates_args=("order",))
 
 
 @torch.library.custom_op("attnmon::observe_logits", mutates_args=("order",))
@@ -172,29 +162,14 @@ def observe_mha(
         is_cross: keys come from another sequence than queries.
         autocast: what the projections were computed in; None for the tensors' own dtype.
     """
+    given = {name: passed for name, passed in locals().items() if name not in _NOT_OF_MHA}
     found, site = _find(token)
     if found is not None:
-        given = {
-            "query": query,
-            "key": query if is_self else key,
-            "value": value,
-            "in_proj_weight": in_proj_weight,
-            "in_proj_bias": in_proj_bias,
-            "q_proj_weight": q_proj_weight,
-            "k_proj_weight": k_proj_weight,
-            "v_proj_weight": v_proj_weight,
-            "use_separate_proj_weight": in_proj_weight is None,
-            "bias_k": bias_k,
-            "bias_v": bias_v,
-            "key_padding_mask": key_padding_mask,
-            "attn_mask": attn_mask,
-            "num_heads": num_heads,
-            "add_zero_attn": add_zero_attn,
-            "is_causal": is_causal,
-        }
+        given.update(key=query if is_self else key, use_separate_proj_weight=in_proj_weight is None)
         found.mha(site, given, is_cross, autocast, hidden)
 
 
+_NOT_OF_MHA = frozenset({"order", "token", "is_self", "is_cross", "autocast", "hidden"})
 OPERATORS = (observe, observe_logits, observe_rows, observe_mha, refuse)
 
 

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnmon.call import CallArgs
 from attnmon.capture.below import below_modes
 from attnmon.capture.coverage import Site
 from attnmon.capture.frames import ActiveForwards, in_backward
-from attnmon.capture.observe import Observer
-from attnmon.capture.reporter import observe_call
+from attnmon.capture.observe import Observer, observe_call
 from attnmon.capture.routes.eager_calls import EagerCalls
 from attnmon.capture.routes.eager_tracker import SoftmaxSeen
 from attnmon.capture.routes.head_axes import ModuleInputs
-from attnmon.capture.routes.torch_calls import MHA, CallArgs, describe_mha
+from attnmon.capture.routes.torch_calls import MHA, describe_mha
 from attnmon.errors import UnsupportedAttention
 from attnmon.types import AttentionCall
 
@@ -62,7 +62,7 @@ class Replay:
             self._observer.fault(site, error)
 
     def logits(self, index: int, seen: SoftmaxSeen, heads: int, is_cross: bool, value: Tensor | None) -> None:
-        """The same for eager attention."""
+        """A compiled graph runs a softmax of eager attention."""
         if not self._running.active or in_backward():
             return
         calls = EagerCalls(self._sites[index], self._observer, ModuleInputs())
@@ -74,7 +74,7 @@ class Replay:
     def rows(
         self, index: int, route: str, logits: Tensor, positions: Tensor, value: Tensor, scale: float, head_dim: int
     ) -> None:
-        """The same for flex attention; index -1 is the innermost module that runs now."""
+        """A compiled graph runs flex attention; index -1 is the innermost module that runs now."""
         if not self._running.active or in_backward() or (index < 0 and not self._running.stack):
             return
         site, observer = self._sites[index if index >= 0 else self._running.stack[-1].index], self._observer
@@ -91,6 +91,6 @@ class Replay:
             observer.fault(site, error)
 
     def refusal(self, index: int, reason: str) -> None:
-        """The same for a call that is not measured."""
+        """A compiled graph makes a call that is not measured."""
         if self._running.active and not in_backward():
             self._observer.fault(self._sites[index], UnsupportedAttention(reason))

@@ -5,21 +5,18 @@ from __future__ import annotations
 import copy
 import functools
 import types
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from attnmon.call import CallArgs
 from attnmon.capture.observe import CallInterceptor
-from attnmon.capture.patching.standins import activate_link, chain, deactivate_link, stand_before
-from attnmon.capture.routes.torch_calls import CallArgs
-
-LIVING: weakref.WeakSet[Replacement] = weakref.WeakSet()
+from attnmon.capture.patching.links import activate_link, chain, deactivate_link, stand_before
 
 
 class Replacement:
     """Stands in the place of ``original``; one object for all steps, since compiled graphs are valid for it alone.
 
-    One that is out of use, but still called by another (see ``standins``), passes the call on and tells nobody.
+    One that is out of use, but still called by another (see ``links``), passes the call on and tells nobody.
 
     Args:
         recorder: told of each call.
@@ -44,8 +41,6 @@ class Replacement:
         functools.update_wrapper(self, original)
         self.recorder, self.route, self.original, self.describe = recorder, route, original, describe
         self.takes_module, self.opaque = takes_module, opaque
-        stand_before(self, original)
-        LIVING.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = None
@@ -77,35 +72,41 @@ class Replacement:
         return (copy.copy, (self.original,))  # which gives a function itself, and needs no attnmon
 
 
-class Replacements:
-    """The replacements of one recorder, by what they stand before and under which name."""
+class Links:
+    """The links of one monitor, by what they stand before and under which name."""
 
-    def __init__(self, recorder: CallInterceptor) -> None:
-        self._recorder = recorder
-        self._made: dict[tuple[int, str], Replacement] = {}
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, str], Any] = {}
+        self._own: set[int] = set()
 
     def put_before(
-        self, function: Any, make: Callable[[Any, Any], Replacement], put: Callable[[Replacement], None], name: str = ""
-    ) -> Replacement:
-        """The replacement of ``function``, put where that is unless it stands behind it already.
+        self, function: Any, make: Callable[[Any, Any], Any], put: Callable[[Any], None], name: str = ""
+    ) -> Any:
+        """The link of ``function``, put where that is unless it stands behind it already.
 
         Args:
-            make: from the function as it is now and the one at the end of the chain to a replacement.
+            make: from the function as it is now and the one at the end of the chain to a link.
             put: puts it there.
         """
         links = chain(function)
         for link in links[:-1]:
-            if isinstance(link, Replacement) and link.recorder is self._recorder:
+            if id(link) in self._own:
                 activate_link(link)
                 return link
         made = self._made.get((id(function), name))
         if made is None:
             made = self._made[id(function), name] = make(function, links[-1])
+            self._own.add(id(made))
+            stand_before(made, function)
         activate_link(made)
         put(made)
         return made
 
-    def deactivate_link(self) -> None:
+    def owns(self, function: Any) -> bool:
+        """Whether this is one of them."""
+        return id(function) in self._own
+
+    def deactivate(self) -> None:
         """None of them is in use."""
-        for replacement in self._made.values():
-            deactivate_link(replacement)
+        for made in self._made.values():
+            deactivate_link(made)

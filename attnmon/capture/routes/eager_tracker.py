@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnmon.capture.below import below_modes, plain
+from attnmon.capture.observe import Normalized
 from attnmon.capture.routes.contractions import contracted_size, values_of
-from attnmon.capture.routes.entmax import Normalized
 
 _PRODUCTS: frozenset[Any] = frozenset(
     {torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__, torch.einsum}

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
 from torch import Tensor
 
-from attnmon.capture.observe import CallInterceptor
-from attnmon.capture.patching.rebind import Rebinding
+from attnmon.capture.observe import CallInterceptor, Normalized
+from attnmon.capture.patching.function_patch import FunctionPatch
 
 _PARAMETERS = {
     "sparsemax": ("X", "dim", "k"),
@@ -30,47 +29,28 @@ _ALPHA = {"sparsemax": 2.0, "entmax15": 1.5, "sparsemax_bisect": 2.0}
 _OTHER_FAMILIES = ("normmax_bisect", "budget_bisect")
 
 
-@dataclass(frozen=True, slots=True)
-class Normalized:
-    """What a normalizer other than softmax made of some scores.
+class EntmaxPatch(FunctionPatch):
+    """Replaces the normalizers wherever a module holds them.
 
-    Attributes:
-        name: of the function; the call's route.
-        source, weights: what it was given and what it returned, [..., Lq, Lk].
-        dim: the axis it was asked to normalize.
-        alpha: a number, or [H or 1] by head.
-        function: (logits, alpha) -> weights over the last axis.
-        trouble: why this cannot be measured; "" otherwise.
+    Args:
+        interceptor: told of each call.
     """
 
-    name: str
-    source: Any
-    weights: Any
-    dim: Any
-    alpha: float | Tensor
-    function: Callable[[Tensor, float | Tensor], Tensor]
-    trouble: str = ""
+    def __init__(self, interceptor: CallInterceptor) -> None:
+        super().__init__()
+        self._interceptor = interceptor
 
+    def functions(self) -> list[tuple[str, Any]]:
+        package = sys.modules.get("entmax")
+        return [(name, getattr(package, name)) for name in _PARAMETERS if hasattr(package, name)]
 
-def _present() -> Mapping[str, Any]:
-    package = sys.modules.get("entmax")
-    return {name: getattr(package, name) for name in _PARAMETERS if hasattr(package, name)}
+    def make(self, name: str, current: Callable[..., Any], bottom: Any) -> Callable[..., Any]:
+        interceptor = self._interceptor
 
-
-class EntmaxPatch(Rebinding):
-    """Replaces the normalizers wherever a module holds them."""
-
-    def __init__(self, recorder: CallInterceptor) -> None:
-        self._recorder = recorder
-        super().__init__(_present, self._replacement)
-
-    def _replacement(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        recorder = self._recorder
-
-        @wraps(original)
+        @wraps(current)
         def normalizer(*args: Any, **kwargs: Any) -> Any:
-            return recorder.normalize_through(
-                original, args, kwargs, lambda weights: describe_normalizer(name, original, args, kwargs, weights)
+            return interceptor.intercept_normalizer(
+                current, args, kwargs, lambda weights: describe_normalizer(name, bottom, args, kwargs, weights)
             )
 
         return normalizer

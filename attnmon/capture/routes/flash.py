@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attnmon.call import CallArgs
 from attnmon.capture.observe import CallInterceptor
-from attnmon.capture.patching.replacement import LIVING, Replacement, Replacements
-from attnmon.capture.patching.standins import active_link, chain, loaded, namespace_of
+from attnmon.capture.patching.function_patch import Binding, FunctionPatch, names_of
+from attnmon.capture.patching.links import chain, loaded, namespace_of
+from attnmon.capture.patching.replacement import Replacement
 from attnmon.capture.routes.arguments import matched_boundaries, number
-from attnmon.capture.routes.torch_calls import CallArgs
 from attnmon.errors import UnsupportedAttention
 
 _PACKAGES = ("flash_attn", "flash_attn_interface", "flash_attn_3", "flash_attn_4")
-_KEEPS_FUNCTIONS = "transformers.modeling_flash_attention_utils"  # fills globals of its own at the first call
 
 _OPTIONS = ("dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic")
 _FUNCTIONS = {
@@ -48,153 +48,52 @@ _HARMLESS = frozenset(
 _DENSE_ELEMENTS = 1 << 22  # of a bias that is written out; larger ones are refused
 
 
-class FlashPatch:
-    """Stands before the functions of flash_attn; see ``attnmon.capture.observe.Patch``.
+class FlashPatch(FunctionPatch):
+    """Stands before the functions of flash_attn.
 
     Args:
-        recorder: told of each call.
+        interceptor: told of each call.
         modules: the watched modules.
     """
 
-    def __init__(self, recorder: CallInterceptor, modules: Sequence[weakref.ref[nn.Module]]) -> None:
-        self._recorder, self._modules = recorder, modules
-        self._replacements = Replacements(recorder)
-        self._loaded: tuple[int, str] | None = None  # what was imported when the places were looked for
-        self._names: dict[int, str] = {}  # of the functions, by identity
-        self._places: list[_Place] = []
-        self._placed: list[tuple[_Place, Replacement]] = []
+    late_binders = ("transformers.modeling_flash_attention_utils",)  # fills globals of its own at the first call
 
-    def install(self) -> None:
-        if not any(package in sys.modules for package in _PACKAGES):
-            return
-        self._look()
-        for place in self._places:
-            function = place.get()
-            if not callable(function) or _bottom_id(function) not in self._names:
-                continue  # something else is there by now
-            made = self._replacements.put_before(function, self._make, place.put)
-            self._placed.append((place, made))
+    def __init__(self, interceptor: CallInterceptor, modules: Sequence[weakref.ref[nn.Module]]) -> None:
+        super().__init__()
+        self._interceptor, self._modules = interceptor, modules
+        self._seen: tuple[int, str] | None = None  # what was imported when the packages were looked through
+        self._found: list[tuple[str, Any]] = []
 
-    def remove(self) -> None:
-        self._replacements.deactivate_link()
-        while self._placed:
-            place, made = self._placed.pop()
-            if place.get() is made:
-                place.put(active_link(made))
-        if self._names:
-            self._clear_new_bindings()
+    def functions(self) -> list[tuple[str, Any]]:
+        if loaded() != self._seen:
+            self._seen = loaded()
+            spaces = [namespace_of(name) for name in sys.modules if name.partition(".")[0] in _PACKAGES]
+            held = [(name, space.get(name)) for space in spaces for name in _FUNCTIONS]
+            self._found = [(name, chain(function)[-1]) for name, function in held if callable(function)]
+        return self._found
 
-    def _clear_new_bindings(self) -> None:
-        """Modules that imported a function during the step have the replacement."""
-        names = [_KEEPS_FUNCTIONS]
-        if loaded() != self._loaded:
-            names = list(sys.modules)
-        for namespace in (namespace_of(name) for name in names):
-            for name, value in list(namespace.items()):
-                if type(value) is Replacement and value.recorder is self._recorder:
-                    namespace[name] = active_link(value)
-
-    # -- where they are -------------------------------------------------------------------------------------
-
-    def _look(self) -> None:
-        """Find the functions and who holds them, unless no module was imported since the last time."""
-        if loaded() == self._loaded:
-            return
-        self._loaded = loaded()
-        functions: dict[int, Any] = {}
-        for module in [name for name in sys.modules if name.partition(".")[0] in _PACKAGES]:
-            namespace = namespace_of(module)
-            for name in _FUNCTIONS:
-                function = chain(namespace.get(name))[-1]
-                if callable(function):
-                    functions[id(function)] = function
-                    self._names[id(function)] = name
-        wanted = set(functions) | {id(living) for living in list(LIVING) if _bottom_id(living) in functions}
-        self._places = list(self._search(wanted))
-
-    def _search(self, wanted: set[int]) -> Iterator[_Place]:
-        for module in list(sys.modules):
-            namespace = namespace_of(module)
-            found = list(_holders(namespace, wanted))
-            yield from (_Place(namespace, name) for name in found)
-            if found and not module.startswith(_PACKAGES):
+    def further(self, wanted: set[int], holders: Mapping[str, dict[str, Any]]) -> Iterator[Binding]:
+        """Tables beside the functions, attributes of the watched modules and of their classes."""
+        for module, namespace in holders.items():
+            if not module.startswith(_PACKAGES):
                 for table in [value for value in list(namespace.values()) if type(value) is dict]:
-                    yield from (_Place(table, name) for name in _holders(table, wanted))
+                    yield from (Binding(table, name) for name in names_of(wanted, table))
         classes: dict[type, None] = {}
         for reference in self._modules:
             owner = reference()
             if owner is not None:
                 classes.update(dict.fromkeys(type(owner).__mro__[: type(owner).__mro__.index(nn.Module)]))
-                yield from (_Place(reference, name) for name in _holders(vars(owner), wanted))
+                yield from (Binding(reference, name) for name in names_of(wanted, vars(owner)))
         for kind in classes:
-            yield from (_Place(kind, name) for name in _holders(vars(kind), wanted))
+            yield from (Binding(kind, name) for name in names_of(wanted, vars(kind)))
 
-    def _make(self, current: Any, bottom: Any) -> Replacement:
+    def make(self, name: str, current: Any, bottom: Any) -> Replacement:
         fixed: tuple[tuple[Any, ...], Mapping[str, Any]] = ((), {})
         function = bottom
         if type(bottom) is functools.partial:
             function, fixed = bottom.func, (bottom.args, bottom.keywords)
-        route = self._names[id(chain(function)[-1])]
-        describe = functools.partial(describe_flash, route, parameters(route, chain(function)[-1]), fixed)
-        return Replacement(self._recorder, route, current, describe)
-
-
-class _Place:
-    """Where a function is held: a namespace or table, a class, or a module (which it does not keep alive)."""
-
-    def __init__(self, owner: dict[Any, Any] | type | weakref.ref[nn.Module], name: Any) -> None:
-        self._owner, self._name = owner, name
-        value = self._namespace().get(name)
-        while isinstance(value, _Static):
-            value = value.before
-        self._static = value if isinstance(value, staticmethod) else None  # as it was
-
-    def get(self) -> Any:
-        value = self._namespace().get(self._name)
-        return value.__func__ if isinstance(value, staticmethod) else value
-
-    def put(self, function: Any) -> None:
-        if self._static is not None:
-            function = self._static if function is self._static.__func__ else _Static(function, self._static)
-        if isinstance(self._owner, type):
-            setattr(self._owner, self._name, function)
-        else:
-            namespace = self._namespace()
-            if self._name in namespace:
-                namespace[self._name] = function
-
-    def _namespace(self) -> Any:
-        if isinstance(self._owner, dict):
-            return self._owner
-        owner = self._owner() if isinstance(self._owner, weakref.ref) else self._owner
-        return {} if owner is None else vars(owner)
-
-
-class _Static(staticmethod):  # type: ignore[type-arg]
-    """A replacement in the place of a static method, which it keeps."""
-
-    def __init__(self, function: Callable[..., Any], before: Any) -> None:
-        super().__init__(function)
-        self.before = before
-
-
-def _holders(namespace: Mapping[Any, Any], wanted: set[int]) -> Iterator[Any]:
-    """Names under which a wanted function is held, as it is, with some arguments given, or as a static method.
-
-    Types are compared, since some objects do things when asked what they are an instance of.
-    """
-    for name, value in list(namespace.items()):
-        if type(value) is functools.partial:
-            value = value.func
-        elif type(value) is staticmethod or type(value) is _Static:
-            value = value.__func__
-        if id(value) in wanted:
-            yield name
-
-
-def _bottom_id(function: Any) -> int:
-    bottom = chain(function)[-1]
-    return id(chain(bottom.func)[-1] if type(bottom) is functools.partial else bottom)
+        describe = functools.partial(describe_flash, name, parameters(name, chain(function)[-1]), fixed)
+        return Replacement(self._interceptor, name, current, describe)
 
 
 def parameters(name: str, function: Callable[..., Any]) -> tuple[str, ...]:

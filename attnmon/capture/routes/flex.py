@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnmon.call import CallArgs
 from attnmon.capture.observe import CallInterceptor
-from attnmon.capture.patching.rebind import Rebinding
-from attnmon.capture.routes.torch_calls import CallArgs
+from attnmon.capture.patching.function_patch import FunctionPatch
 from attnmon.errors import UnsupportedAttention
 from attnmon.flex_mods import MaskMod, mask_rows, score_rows
 
@@ -28,27 +28,30 @@ _MODULE = "torch.nn.attention.flex_attention"
 _NAMES = ("query", "key", "value", "score_mod", "block_mask", "scale")
 
 
-class FlexPatch(Rebinding):
-    """Replaces ``flex_attention`` wherever a module holds it."""
+class FlexPatch(FunctionPatch):
+    """Replaces ``flex_attention`` wherever a module holds it.
 
-    def __init__(self, recorder: CallInterceptor) -> None:
-        self._recorder = recorder
-        super().__init__(_present, self._stand_in)
+    Args:
+        interceptor: told of each call.
+    """
 
-    def _stand_in(self, key: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        recorder = self._recorder
+    def __init__(self, interceptor: CallInterceptor) -> None:
+        super().__init__()
+        self._interceptor = interceptor
 
-        @wraps(original)
+    def functions(self) -> list[tuple[str, Any]]:
+        return [(ROUTE, sys.modules[_MODULE].flex_attention)] if _MODULE in sys.modules else []
+
+    def make(self, name: str, current: Callable[..., Any], bottom: Any) -> Callable[..., Any]:
+        interceptor = self._interceptor
+
+        @wraps(current)
         def flex_attention(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():  # the function mode sees the operator inside
-                return original(*args, **kwargs)
-            return recorder.intercept(ROUTE, original, args, kwargs, describe_flex)
+                return current(*args, **kwargs)
+            return interceptor.intercept(name, current, args, kwargs, describe_flex)
 
         return flex_attention
-
-
-def _present() -> Mapping[str, Any]:
-    return {ROUTE: sys.modules[_MODULE].flex_attention} if _MODULE in sys.modules else {}
 
 
 def operator() -> Any:

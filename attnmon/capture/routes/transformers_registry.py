@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from attnmon.call import CallArgs
 from attnmon.capture.observe import CallInterceptor
-from attnmon.capture.patching.replacement import Replacement, Replacements
-from attnmon.capture.patching.standins import active_link
+from attnmon.capture.patching.links import active_link
+from attnmon.capture.patching.replacement import Links, Replacement
 from attnmon.capture.routes.arguments import matched_boundaries, number
 from attnmon.capture.routes.flex import mask_of
-from attnmon.capture.routes.torch_calls import CallArgs
 from attnmon.errors import UnsupportedAttention
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class RegistryPatch:
         self._recorder, self._watched = recorder, watched
         modules = [reference() for reference, _ in watched]
         self._files = list(dict.fromkeys(kind.__module__ for module in modules for kind in type(module).__mro__))
-        self._replacements = Replacements(recorder)
+        self._links = Links()
         self._placed: list[tuple[_Table, str, Replacement]] = []
         self._describer = Describer(self._is_cross)
 
@@ -65,11 +65,11 @@ class RegistryPatch:
                 if name in ("sdpa", "eager") or name.startswith("paged|") or not callable(function):
                     continue  # torch-level modes see these as they are; paged attention is for inference
                 put = partial(table.__setitem__, name)
-                made = self._replacements.put_before(function, partial(self._make, name), put, name)
+                made = self._links.put_before(function, partial(self._make, name), put, name)
                 self._placed.append((table, name, made))
 
     def remove(self) -> None:
-        self._replacements.deactivate_link()
+        self._links.deactivate()
         while self._placed:
             table, name, made = self._placed.pop()
             if table.get(name) is made:

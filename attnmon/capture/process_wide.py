@@ -20,29 +20,49 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.overrides
 from torch import Tensor, nn
 
 from attnmon.capture.hooks import is_ours
-from attnmon.capture.mode_stack import ours_here, sweep, without_ours
-from attnmon.capture.routes.torch_calls import CallMode
+from attnmon.capture.mode_stack import CallMode, ours_here, sweep, without_ours
 
-if TYPE_CHECKING:
-    from attnmon.capture.recorder import Recorder
 
-_active: weakref.WeakSet[Recorder] = weakref.WeakSet()
+class StepWatcher(Protocol):
+    """What is asked of a recorder while its step is measured."""
+
+    @property
+    def thread(self) -> int:
+        """The thread of the measured step."""
+
+    def put_in(self, level: int | None = None) -> None:
+        """Put hooks, replaced functions and the mode in their places."""
+
+    def take_out(self) -> int | None:
+        """Take them out; the answer is what ``put_in`` needs to go on."""
+
+    def restore_hooks(self) -> None:
+        """Put back hooks that were withheld from a layer of torch."""
+
+    def tracing_begins(self) -> None:
+        """A graph is about to be traced."""
+
+    def leave_alone(self, modules: list[nn.Module] | None, why: str) -> bool:
+        """Leave modules alone from now on, or all; whether that changes anything."""
+
+
+_active: weakref.WeakSet[StepWatcher] = weakref.WeakSet()
 _lock = threading.RLock()
 
 
-def _here() -> list[Recorder]:
+def _here() -> list[StepWatcher]:
     """The recorders whose measured step runs on this thread."""
     return [recorder for recorder in list(_active) if recorder.thread == threading.get_ident()]
 
 
-def activate(recorder: Recorder) -> None:
+def activate(recorder: StepWatcher) -> None:
     """A measured step of this recorder begins."""
     with _lock:
         sweep()
@@ -50,7 +70,7 @@ def activate(recorder: Recorder) -> None:
         _Changes.put_in()
 
 
-def deactivate(recorder: Recorder) -> None:
+def deactivate(recorder: StepWatcher) -> None:
     """It has ended."""
     with _lock:
         sweep()
@@ -186,7 +206,7 @@ def _ignoring_ours(original: Callable[..., Any]) -> Callable[..., Any]:
 
 # -- compiled code ------------------------------------------------------------------------------------------
 
-_OURS = os.sep.join(os.path.abspath(__file__).split(os.sep)[:-3]) + os.sep  # the package
+_OURS = os.sep.join(os.path.abspath(__file__).split(os.sep)[:-2]) + os.sep  # the package
 
 
 def _going_on_bare(original: Callable[..., Any]) -> Callable[..., Any]:
