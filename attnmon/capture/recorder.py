@@ -15,9 +15,9 @@ from attnmon.capture.compiled.emitted import GraphCalls, GraphSoftmax
 from attnmon.capture.compiled.replay import Replay
 from attnmon.capture.coverage import CoverageRecord, Site
 from attnmon.capture.deferred import DeferredCalls
-from attnmon.capture.fast_path import StockLayers, may_fuse
 from attnmon.capture.frames import ActiveForwards, ForwardFrame, hidden_of, in_backward
-from attnmon.capture.hooks import AfterForward, BeforeForward, HookPair, free_key
+from attnmon.capture.hooked_modules import HookedModules
+from attnmon.capture.hooks import AfterForward, BeforeForward
 from attnmon.capture.mode_stack import CallMode, Place, ours_here
 from attnmon.capture.observe import Observer, Patch
 from attnmon.capture.reporter import Reporter
@@ -84,11 +84,7 @@ class Recorder:
             FlashPatch(self._reporter, [module for module, _ in self._watched]),
             RegistryPatch(self._reporter, self._watched),
         ]
-        self._hooks: dict[int, HookPair] = {}
-        self._attached: list[HookPair] = []
-        self._key = -1
-        self._layers = StockLayers(self._watched)
-        self._withheld: list[HookPair] = []  # from a layer of torch that would take another path with them
+        self._hooked = HookedModules(self._watched, self._number, self._running)
         report = self._reporter.report
         self._place = Place(lambda: CallMode(report))
         self._mode = self._place.mode
@@ -96,7 +92,6 @@ class Recorder:
         self._known_devices: frozenset[torch.device] = frozenset()
         self._thread = threading.get_ident()
         self._was_traced = False
-        self._compiles = False  # something, in a measured step
         self._modes_below = 0
         # who entered the mode while a graph is traced; not a number, which dynamic shapes would take for an input
         self._mode_holder: ForwardFrame | None = None
@@ -129,7 +124,7 @@ class Recorder:
         """Attach; until ``stop`` every forward outside of backward is watched."""
         if self._running.active:
             return
-        self._choose_hooks()
+        self._hooked.choose(self, self._wide)
         for device in self._devices():
             operators.prepare(device)
         self._thread = threading.get_ident()
@@ -160,8 +155,7 @@ class Recorder:
     def close(self) -> None:
         """Detach for good."""
         self.abandon()
-        self._hooks.clear()
-        self._attached = []
+        self._hooked.clear()
 
     def put_in(self, level: int | None = None) -> None:
         """Hooks, replaced functions and the mode, as they are while a step is measured.
@@ -169,8 +163,7 @@ class Recorder:
         Args:
             level: what ``take_out`` returned, to go on from there.
         """
-        for hooks in self._attached:
-            hooks.attach(self._key)
+        self._hooked.attach()
         for patch in self._patches:
             patch.install()
         self._reporter.flex_operator = flex.operator()
@@ -187,10 +180,7 @@ class Recorder:
         self._leave_mode(-1)
         self._place.purge()
         self._mode = self._place.mode  # another one if that is left to its thread
-        self._withheld = []
-        self._running.withheld.clear()
-        for hooks in self._hooks.values():
-            hooks.detach()
+        self._hooked.detach()
         return level
 
     def end_step(self, calls: int) -> None:
@@ -200,42 +190,6 @@ class Recorder:
         self._saw_nothing |= calls == 0
         self._wide = self._was_traced or self._saw_nothing
 
-    # -- which modules are hooked ---------------------------------------------------------------------------
-
-    def _choose_hooks(self) -> None:
-        wanted = [index for index, site in enumerate(self._sites) if self._wants_hook(index, site)]
-        self._attached, modules = [], []
-        for index in wanted:
-            module = self._watched[index][0]()
-            assert module is not None
-            if index not in self._hooks:
-                pair = self._make_hooks(module, index)
-                if pair is None:
-                    continue
-                self._hooks[index] = pair
-            self._attached.append(self._hooks[index])
-            modules.append(module)
-        self._key = free_key(modules)
-
-    def _make_hooks(self, module: nn.Module, index: int) -> HookPair | None:
-        site = self._sites[index]
-        try:
-            return HookPair(module, BeforeForward(self, index, site, self._number), AfterForward(self, index))
-        except Exception as error:
-            site.left_alone = f"it takes no hooks ({error})"
-            return None
-
-    def _wants_hook(self, index: int, site: Site) -> bool:
-        module = self._watched[index][0]()
-        if module is None or site.left_alone:
-            return False
-        layer = self._layers.layer_of(index)
-        site.in_evaluation = not module.training and (layer is not None or isinstance(module, nn.MultiheadAttention))
-        if layer is not None and not layer.training and self._compiles:
-            return False  # a graph is traced with hooks or without, for good
-        wanted = self._wide or site.expected or bool(site.seen or site.calls or site.refused)
-        return wanted or index in self._layers.indices
-
     def _devices(self) -> frozenset[torch.device]:
         """Where the model is; looked for until it is somewhere."""
         if not self._known_devices:
@@ -243,43 +197,6 @@ class Recorder:
             tensors = (tensor for module in modules if module is not None for tensor in nn.Module.parameters(module))
             self._known_devices = frozenset(tensor.device for tensor in tensors if tensor.device.type != "meta")
         return self._known_devices
-
-    def withhold_hooks(self, index: int) -> None:
-        """Take hooks away from a layer of torch and from what is in it, until it has chosen its path."""
-        for inner in self._layers.inside(index):
-            pair = self._hooks.get(inner)
-            if pair is not None and pair in self._attached:
-                pair.detach()
-                self._withheld.append(pair)
-                self._running.withheld.append(inner)
-
-    def tracing_begins(self) -> None:
-        """A graph is about to be traced: with the hooks that there are, for good."""
-        self._compiles = True
-        for index, pair in self._hooks.items():
-            layer = self._layers.layer_of(index)
-            if layer is not None and not layer.training and pair in self._attached:
-                pair.detach()
-                self._attached.remove(pair)
-                self._silence_around(self._sites[index])
-
-    def _silence_around(self, site: Site) -> None:
-        """What a module does that is left alone could be taken for a call of those around it."""
-        for index, outer in enumerate(self._sites):
-            if outer is not site and (not outer.path or site.path.startswith(f"{outer.path}.")):
-                outer.child_left_alone = True
-                if index in self._hooks:
-                    self._hooks[index].before.excluded = True
-
-    def restore_hooks(self) -> None:
-        """Put back what was withheld."""
-        if self._withheld:
-            withheld, self._withheld = self._withheld, []
-            self._running.withheld.clear()
-            if self._running.active:
-                for pair in withheld:
-                    if pair in self._attached:
-                        pair.attach(self._key)
 
     # -- the mode -------------------------------------------------------------------------------------------
 
@@ -293,29 +210,25 @@ class Recorder:
             self._mode_level = None
             self._place.leave()
 
-    # -- compiled code that fails ---------------------------------------------------------------------------
+    # -- what process-wide changes ask for ----------------------------------------------------------------
 
     @property
     def thread(self) -> int:
         """The thread of the measured step."""
         return self._thread
 
+    def restore_hooks(self) -> None:
+        """Put back hooks that were withheld from a layer of torch."""
+        self._hooked.restore()
+
+    def tracing_begins(self) -> None:
+        """A graph is about to be traced: with the hooks that there are, for good."""
+        self._hooked.tracing_begins()
+
     def leave_alone(self, modules: Sequence[nn.Module] | None, why: str) -> bool:
         """Leave the modules alone from now on, or all if it is not known which; whether that changes anything."""
-        inside = None if modules is None else self._like(modules)
         changed = any(mode is self._mode for mode in ours_here())
-        for index, (reference, site) in enumerate(self._watched):
-            module = reference()
-            if module is None or site.left_alone or (inside is not None and id(module) not in inside):
-                continue
-            pair = self._hooks.get(index)
-            if pair is None or pair not in self._attached:
-                continue
-            changed = True
-            site.left_alone = why
-            pair.detach()
-            self._attached.remove(pair)
-            self._silence_around(site)
+        changed |= self._hooked.leave_alone(modules, why)
         if changed:
             self._mode_level, self._mode_holder = None, None
             self._place.purge()
@@ -324,12 +237,6 @@ class Recorder:
             if self._on_left_alone is not None:
                 self._on_left_alone(why)
         return changed
-
-    def _like(self, modules: Sequence[nn.Module]) -> set[int]:
-        """Identities of all in these modules, and in watched ones of the same classes, which run the same code."""
-        kinds = tuple({type(module) for module in modules})
-        watched = [module for module in (reference() for reference, _ in self._watched) if type(module) in kinds]
-        return {id(inner) for module in (*modules, *watched) if module is not None for inner in module.modules()}
 
     # -- what hooks say -------------------------------------------------------------------------------------
 
@@ -386,9 +293,7 @@ class Recorder:
 
     def _push(self, hook: BeforeForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.restore_hooks()
-        layer = self._layers.own(hook.index)
-        if layer is not None and may_fuse(layer, args, kwargs):
-            self.withhold_hooks(hook.index)
+        if self._hooked.withheld_for(hook.index, args, kwargs):
             return
         hidden = hidden_of(args, kwargs) if self._with_hidden else None
         frame = self._frame(self._running.stack, hook, hidden, args, kwargs)

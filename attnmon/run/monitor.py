@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,13 +15,14 @@ from torch import nn
 
 from attnmon.capture import CoverageRecord, Recorder
 from attnmon.capture.below import below_modes
-from attnmon.errors import AttnmonError, AttnmonWarning
-from attnmon.metrics import METRICS
+from attnmon.errors import AttnmonError
 from attnmon.rules import RuleSet
 from attnmon.run.accumulator import Accumulator
+from attnmon.run.faults import Faults
 from attnmon.run.host_copies import HostCopies
 from attnmon.run.options import WatchKeywords, WatchOptions, shows_options
 from attnmon.run.ranks import RankMerger, world_size
+from attnmon.run.snapshots import ClosedState, make_snapshot
 from attnmon.stats.settings import Settings
 from attnmon.types import Alert, Snapshot
 from attnmon.writers import FanOut
@@ -45,27 +44,28 @@ class Monitor:
         given = WatchOptions(**options)  # type: ignore[arg-type]  # one item becomes a tuple there
         self.every_n_steps = given.every_n_steps
         self.write_every_n_steps = given.write_every_n_steps
-        self._on_error = given.on_error
+        # what the model and torch get to hold must not hold the monitor: once dropped, it lets go of everything
+        self._faults = Faults(given.on_error)
         self._on_alert = given.on_alert
         self._settings = given.settings
         self._rules = RuleSet(given.rules)
-        # what the model and torch get to hold must not hold the monitor: once dropped, it lets go of everything
-        warn_once = weak_callback(self._warn_once)
-        self._accumulator = Accumulator(given.settings, given.backend, weak_callback(self._call_fault), warn_once)
+        self._accumulator = Accumulator(
+            given.settings, given.backend, self._faults.call_not_measured, self._faults.warn_once
+        )
         self._recorder = Recorder(
             model,
             self._accumulator,
             include=given.include,
             exclude=given.exclude,
             with_hidden=given.tokens == "hidden",
-            on_left_alone=warn_once,
+            on_left_alone=self._faults.warn_once,
         )
         weakref.finalize(self, self._recorder.close).atexit = False
         self._writer = FanOut(given.writers, on_error=given.on_error)
         self._written_step: int | None = None
         self._group = given.process_group
         self._merger: RankMerger | None = None
-        self._pending = HostCopies()
+        self._host_copies = HostCopies()
         self._snapshot: Snapshot | None = None
         self._alerts: list[Alert] = []
         self._next_step = 0
@@ -75,8 +75,6 @@ class Monitor:
         self._measuring = False
         self._past: ClosedState | None = None  # of a copy
         self._closed = False
-        self._warned: set[str] = set()
-        self._refused_calls = False  # in the open step
         self._rank = 0  # stays known when the process group is gone
         self._note_rank()
 
@@ -90,7 +88,7 @@ class Monitor:
             step: its number, for the records; by default the steps are counted from 0.
         """
         if self._in_block:
-            self._warn_once("a step was begun inside another step; the inner one is ignored")
+            self._faults.warn_once("a step was begun inside another step; the inner one is ignored")
             yield
             return
         begun = self.begin_step(step)
@@ -113,16 +111,16 @@ class Monitor:
         if self._closed:
             return False
         if self._in_block:
-            self._warn_once("a step was begun inside another step; the inner one is ignored")
+            self._faults.warn_once("a step was begun inside another step; the inner one is ignored")
             return False
         if self._open_step is not None:
-            self._warn_once("a step was begun while another one was open; the older one is dropped")
+            self._faults.warn_once("a step was begun while another one was open; the older one is dropped")
             self.abandon_step()
         self._open_step = self._next_step if step is None else int(step)
         self._measuring = self._steps % self.every_n_steps == 0
-        self._refused_calls = False
+        self._faults.refused_calls = False
         if self._measuring:
-            self._guard(self._accumulator.begin)
+            self._faults.guard(self._accumulator.begin)
             self.resume()
         return True
 
@@ -130,20 +128,20 @@ class Monitor:
         """Look away until ``resume``: between the micro-batches of a step, say, when validation may run."""
         if self._past is not None:
             return
-        self._guard(self._recorder.stop)
+        self._faults.guard(self._recorder.stop)
 
     def resume(self) -> None:
         """Look again, if the open step is a measured one."""
         if self._measuring and not self._closed:
-            self._guard(self._recorder.start)
+            self._faults.guard(self._recorder.start)
 
     def abandon_step(self) -> None:
         """The step will not be finished; what it has shown is dropped."""
         if self._past is not None:
             return
-        self._guard(self._recorder.abandon)
+        self._faults.guard(self._recorder.abandon)
         self._open_step, self._measuring, self._in_block = None, False, False
-        self._guard(self._accumulator.take)
+        self._faults.guard(self._accumulator.take)
 
     def end_step(self, *, collective: bool = False) -> None:
         """Second half of ``step()``.
@@ -160,7 +158,7 @@ class Monitor:
         self._steps += 1
         if self._measuring:
             self._measuring = False
-            self._guard(lambda: self._finish(step, collective))
+            self._faults.guard(lambda: self._finish(step, collective))
 
     def _finish(self, step: int, collective: bool) -> None:
         calls = self._accumulator.calls
@@ -171,14 +169,14 @@ class Monitor:
         if ranks == 1:
             if matrices:
                 with below_modes():
-                    self._pending.put(step, matrices)
+                    self._host_copies.put(step, matrices)
             self._collect(wait=False)
         elif collective:
             self._merge_ranks(step, matrices)
         else:
-            self._pending.hold(step, matrices)
-        if not calls and not self._refused_calls:  # after the collective, since a warning may be an exception
-            self._warn_once(
+            self._host_copies.hold(step, matrices)
+        if not calls and not self._faults.refused_calls:  # after the collective, since a warning may be an exception
+            self._faults.warn_once(
                 "a measured step captured no attention call; monitor.coverage() says which modules were expected"
             )
 
@@ -192,12 +190,13 @@ class Monitor:
 
     def _collect(self, *, wait: bool) -> None:
         with below_modes():
-            arrived = list(self._pending.ready(wait=wait))
+            arrived = list(self._host_copies.ready(wait=wait))
         for step, matrices in arrived:
             self._publish(step, matrices)
 
     def _publish(self, step: int, matrices: dict[str, NDArray[np.float64]]) -> None:
-        snapshot = self._snapshot_of(step, matrices)
+        paths = self._recorder.in_order(matrices)
+        snapshot = make_snapshot(step, paths, matrices, self._accumulator.packing, self._settings)
         before = step - self.every_n_steps
         if self._snapshot is not None:
             before = min(before, self._snapshot.step)
@@ -219,35 +218,13 @@ class Monitor:
         self._writer.write_snapshot(snapshot)
         self._written_step = snapshot.step
 
-    def _snapshot_of(self, step: int, matrices: dict[str, NDArray[np.float64]]) -> Snapshot:
-        packing = self._accumulator.packing
-        paths = tuple(self._recorder.in_order(matrices))
-        values: dict[str, dict[str, Any]] = {name: {} for name in packing.metrics}
-        by_reason: dict[str, dict[str, Any]] = {}
-        for path in paths:
-            for name, heads in packing.values(matrices[path]).items():
-                # what a module does not have at all is absent, not "no data"
-                if not (METRICS[name].needs and np.isnan(heads).all()):
-                    values[name][path] = heads
-            for reason, counts in packing.excluded(matrices[path]).items():
-                by_reason.setdefault(reason, {})[path] = counts
-        return Snapshot(
-            step=step,
-            modules=paths,
-            values={name: heads for name, heads in values.items() if heads or not METRICS[name].needs},
-            rows={path: packing.rows(matrices[path]) for path in paths},
-            excluded={path: sum(by_reason[reason][path] for reason in by_reason) for path in paths},
-            excluded_by_reason=by_reason,
-            settings=self._settings.to_dict(),
-        )
-
     # -- results --------------------------------------------------------------------------------------------
 
     @property
     def latest(self) -> Snapshot | None:
         """The newest finished step; never waits for the device."""
         if self._past is None and world_size(self._group) == 1:
-            self._guard(lambda: self._collect(wait=False))
+            self._faults.guard(lambda: self._collect(wait=False))
         return self._snapshot
 
     def flush(self) -> Snapshot | None:
@@ -257,13 +234,13 @@ class Monitor:
         the same step, and nothing is published before. It merges the newest finished step over ranks.
         """
         if not self._closed:
-            self._guard(self._flush)
+            self._faults.guard(self._flush)
         return self._snapshot
 
     def _flush(self) -> None:
         self._collect(wait=True)
         if world_size(self._group) > 1:
-            self._merge_ranks(*(self._pending.held() or (-1, {})))  # a rank without a step enters all the same
+            self._merge_ranks(*(self._host_copies.held() or (-1, {})))  # a rank without a step enters all the same
         if self._writes_here():
             self._writer.flush()
 
@@ -296,16 +273,16 @@ class Monitor:
         if self._open_step is not None:
             self.abandon_step()
         if world_size(self._group) == 1:
-            self._guard(lambda: self._collect(wait=True))
-        elif self._snapshot is None and self._pending.held() is not None:
-            self._warn_once("nothing was published: with several ranks, every rank has to call monitor.flush()")
+            self._faults.guard(lambda: self._collect(wait=True))
+        elif self._snapshot is None and self._host_copies.held() is not None:
+            self._faults.warn_once("nothing was published: with several ranks, every rank has to call monitor.flush()")
         self._closed = True
-        self._guard(self._recorder.close)
+        self._faults.guard(self._recorder.close)
         if self._writes_here():
             last = self._snapshot
             if last is not None and last.step != self._written_step:
-                self._guard(lambda: self._write(last))  # a run ends between two writes; its last state matters
-            self._guard(self._writer.close)
+                self._faults.guard(lambda: self._write(last))  # a run ends between two writes; its last state matters
+            self._faults.guard(self._writer.close)
 
     def __enter__(self) -> Monitor:
         return self
@@ -317,7 +294,7 @@ class Monitor:
         """Baselines, open alerts and the step count; plain containers, numbers and strings."""
         if self._past is not None:
             return copy.deepcopy(self._past.state)
-        self._guard(lambda: self._collect(wait=True))
+        self._faults.guard(lambda: self._collect(wait=True))
         return self._state()
 
     def _state(self) -> dict[str, Any]:
@@ -351,9 +328,20 @@ class Monitor:
     # A copy, pickled or not, is what the monitor had seen by then: closed, and without model, writers and rules.
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_copied, (self._past or ClosedState.of(self),))
+        return (_copied, (self._past or self._closed_state(),))
 
-    # -- faults ---------------------------------------------------------------------------------------------
+    def _closed_state(self) -> ClosedState:
+        return ClosedState(
+            self._snapshot,
+            self.alerts,
+            self.coverage(),
+            self._state(),
+            self.settings,
+            self.every_n_steps,
+            self.write_every_n_steps,
+        )
+
+    # -- ranks -------------------------------------------------------------------------------------------------
 
     def _writes_here(self) -> bool:
         self._note_rank()
@@ -363,59 +351,6 @@ class Monitor:
         if world_size(self._group) > 1:
             self._rank = torch.distributed.get_rank(self._group)
 
-    def _guard(self, action: Callable[[], Any]) -> None:
-        """Run something of ours inside the user's training: it must not raise there, unless asked to."""
-        try:
-            action()
-        except Exception as error:
-            if self._on_error == "raise":
-                raise
-            kind = type(error).__name__
-            self._warn_once(f"a fault inside the monitor ({kind}: {error}); training goes on", topic=f"fault {kind}")
-
-    def _call_fault(self, path: str, error: Exception, is_new: bool) -> None:
-        if self._on_error == "raise" and not isinstance(error, AttnmonError):
-            raise error
-        self._refused_calls = True
-        if is_new:
-            reason = str(error) if isinstance(error, AttnmonError) else f"{type(error).__name__}: {error}"
-            self._warn_once(
-                f"{path or 'the model'}: an attention call is not measured: {reason}; "
-                "further modules of which this holds are in monitor.coverage()",
-                topic=reason if isinstance(error, AttnmonError) else f"call {type(error).__name__}",
-            )
-
-    def _warn_once(self, message: str, topic: str | None = None) -> None:
-        topic = topic or message
-        if topic not in self._warned and len(self._warned) < 1000:
-            self._warned.add(topic)
-            warnings.warn(f"attnmon: {message}", AttnmonWarning, stacklevel=3)
-
-
-@dataclass(frozen=True)
-class ClosedState:
-    """What a monitor had seen when it was copied."""
-
-    snapshot: Snapshot | None
-    alerts: list[Alert]
-    coverage: list[CoverageRecord]
-    state: dict[str, Any]
-    settings: Settings
-    every_n_steps: int
-    write_every_n_steps: int
-
-    @classmethod
-    def of(cls, monitor: Monitor) -> ClosedState:
-        return cls(
-            monitor._snapshot,
-            monitor.alerts,
-            monitor.coverage(),
-            monitor._state(),
-            monitor.settings,
-            monitor.every_n_steps,
-            monitor.write_every_n_steps,
-        )
-
 
 def _copied(past: ClosedState) -> Monitor:
     """A closed monitor that tells what another had seen."""
@@ -423,20 +358,9 @@ def _copied(past: ClosedState) -> Monitor:
     monitor._past, monitor._closed = past, True
     monitor._snapshot, monitor._alerts, monitor._settings = past.snapshot, list(past.alerts), past.settings
     monitor.every_n_steps, monitor.write_every_n_steps = past.every_n_steps, past.write_every_n_steps
-    monitor._open_step, monitor._measuring, monitor._in_block, monitor._warned = None, False, False, set()
-    monitor._on_error = "warn"
+    monitor._open_step, monitor._measuring, monitor._in_block = None, False, False
+    monitor._faults = Faults("warn")
     return monitor
-
-
-def weak_callback(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A bound method that does not keep its object alive; does nothing once that is gone."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        found = reference()
-        return None if found is None else found(*args)
-
-    return call
 
 
 @shows_options()
