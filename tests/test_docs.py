@@ -66,11 +66,42 @@ def test_files_named_in_the_readme_exist():
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
 
+@pytest.mark.parametrize("name", ["docs/design.md", "CONTRIBUTING.md"])
+def test_files_named_in_pages_for_contributors_exist(name):
+    text = (ROOT / name).read_text()
+    named = set(re.findall(r"`((?:attnmon|tests|docs|benchmarks|\.ci)/[\w./]*|[\w.]+\.(?:toml|txt|md))`", text))
+    assert "docs/definitions.md" in named
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+
+
+def test_every_source_file_that_the_design_names_exists():
+    there = [
+        f"/{path.relative_to(ROOT).as_posix()}"
+        for part in ("attnmon", "tests")
+        for path in ROOT.glob(f"{part}/**/*.py")
+    ]
+    named = set(re.findall(r"[\w/]*\w\.py\b", (ROOT / "docs/design.md").read_text()))
+    assert "capture/hooks.py" in named, "the drawings name files by the end of their paths"
+    assert [name for name in sorted(named) if not any(path.endswith(f"/{name}") for path in there)] == []
+
+
+def test_the_design_names_every_part_of_the_package():
+    text = (ROOT / "docs/design.md").read_text()
+    parts = [path for path in (ROOT / "attnmon").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
+    parts += [path.parent for path in (ROOT / "attnmon").glob("*/*/__init__.py")]
+    names = [path.relative_to(ROOT).as_posix() + ("/" if path.is_dir() else "") for path in parts]
+    assert [name for name in sorted(names) if f"`{name}" not in text] == []
+
+
 def test_every_command_is_in_the_readme():
     assert [command.name for command in COMMANDS if f"attnmon {command.name}" not in README] == []
 
 
-@pytest.mark.parametrize("name", ["README.md", "CHANGELOG.md", "pyproject.toml", "constraints.txt", "Makefile"])
+WRITTEN = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "pyproject.toml", "constraints.txt", "Makefile"]
+WRITTEN += [f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
 def test_nothing_names_a_registry_or_a_home(name):
     text = (ROOT / name).read_text()
     assert not re.search(r"index-url|find-links|pypi\.org|/root/|/home/|file://", text)

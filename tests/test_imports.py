@@ -3,6 +3,8 @@
 import ast
 import subprocess
 import sys
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ LEVELS = {
     "checks": 0,
     "metrics": 0,
     "flex_mods": 0,
+    "tiny_gpt2": 0,
     "call": 0,
     "stats": 1,
     "capture": 1,
@@ -40,7 +43,7 @@ OPTIONAL = {
     "PIL": {"attnmon.writers.heatmap"},
     "transformers": {
         "attnmon.huggingface",
-        "attnmon.commands.demo",
+        "attnmon.tiny_gpt2",
         "attnmon.capture.routes.transformers_registry",
         "attnmon.paper.model",
         "attnmon.paper.small_model",
@@ -63,8 +66,12 @@ def modules():
         yield ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 2 else parts), path
 
 
-def imports(path):
-    """Absolute names that a file imports anywhere, except under ``if TYPE_CHECKING``: (name, line, at top level)."""
+@cache
+def imports(path, typing_too=False):
+    """Absolute names that a file imports anywhere: (name, line, at top level).
+
+    Imports under ``if TYPE_CHECKING`` count only if ``typing_too``.
+    """
     tree = ast.parse(path.read_text())
     typing_only = {
         id(node)
@@ -73,19 +80,19 @@ def imports(path):
         for statement in block.body
         for node in ast.walk(statement)
     }
+    found = []
     for node in ast.walk(tree):
-        if id(node) in typing_only:
+        if id(node) in typing_only and not typing_too:
             continue
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name, node.lineno, node in tree.body
+            found += [(alias.name, node.lineno, node in tree.body) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: relative import"
-            for alias in node.names:
-                yield f"{node.module}.{alias.name}", node.lineno, node in tree.body
+            found += [(f"{node.module}.{alias.name}", node.lineno, node in tree.body) for alias in node.names]
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("import_module", "importlib.import_module"):
             if isinstance(node.args[0], ast.Constant):
-                yield node.args[0].value, node.lineno, False
+                found.append((node.args[0].value, node.lineno, False))
+    return found
 
 
 def part_of(name):
@@ -101,12 +108,62 @@ def test_every_module_belongs_to_a_part():
     assert [name for name in MODULES if name.split(".")[1] not in LEVELS] == []
 
 
+def module_of(name):
+    """The module that an imported attnmon name is, or is in."""
+    pieces = name.split(".")
+    while len(pieces) > 1 and ".".join(pieces) not in MODULES:
+        pieces.pop()
+    return ".".join(pieces) if len(pieces) > 1 else "attnmon.__init__"
+
+
+def circle(edges):
+    """The nodes of a circle in a graph, or None."""
+    graph = {}
+    for one, other in edges:
+        if one != other:
+            graph.setdefault(one, set()).add(other)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return None
+
+
+EDGES = [
+    (module, module_of(name))
+    for module, path in MODULES.items()
+    for name, _, _ in imports(path, typing_too=True)
+    if name.split(".")[0] == "attnmon"
+]
+
+
+def test_no_files_import_one_another_in_a_circle():
+    assert circle([("a", "b"), ("b", "c"), ("c", "a")]) is not None
+    assert len(EDGES) > 400
+    assert circle(EDGES) is None
+
+
+@pytest.mark.parametrize("folder", ["attnmon", "attnmon.capture", "attnmon.stats"])
+def test_no_folders_import_one_another_in_a_circle(folder):
+    depth = len(folder.split("."))
+
+    def room(module):
+        pieces = module.split(".")
+        inside = module.startswith(f"{folder}.") and (PACKAGE.parent / "/".join(pieces[: depth + 1])).is_dir()
+        return pieces[depth] if inside else None
+
+    rooms = [(room(one), room(other)) for one, other in EDGES]
+    between = {pair for pair in rooms if None not in pair and pair[0] != pair[1]}
+    assert between or folder == "attnmon.stats"
+    assert circle(between) is None
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_go_one_way(module):
     here = part_of(module)
     wrong = []
-    for name, line, _ in imports(MODULES[module]):
-        if name.split(".")[0] != "attnmon":
+    for name, line, _ in imports(MODULES[module], typing_too=True):
+        if name.split(".")[0] != "attnmon" or name == "attnmon.__version__":
             continue
         there = part_of(name)
         if there == here:
@@ -163,8 +220,8 @@ OPTIONAL_PACKAGES = (
 )  # fmt: skip
 
 
-def run_blocked(code):
-    script = BLOCKED_IMPORT.format(blocked=set(OPTIONAL_PACKAGES), code=code)
+def run_blocked(code, more=()):
+    script = BLOCKED_IMPORT.format(blocked={*OPTIONAL_PACKAGES, *more}, code=code)
     return subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
@@ -198,12 +255,17 @@ def test_the_theory_needs_scipy_and_entmax_only_where_they_are_used():
     assert done.stdout.count("pip install 'attnmon[paper]'") == 2
 
 
-@pytest.mark.parametrize("command", [["demo"], ["demo", "--help"], ["paper"], ["paper", "--help"], ["--help"]])
+@pytest.mark.parametrize(
+    "command",
+    [["demo"], ["paper"], ["demo", "--help"], ["paper", "--help"], ["doctor", "--help"], ["--help"], ["--version"]],
+)
 def test_the_command_line_without_extras(command):
-    done = run_blocked(f"from attnmon.commands.cli import main\nsys.exit(main({command!r}))")
-    if "--help" in command:
+    code = f"from attnmon.commands.cli import main\nsys.exit(main({command!r}))"
+    if command[-1].startswith("--"):
+        done = run_blocked(code, ("torch", "numpy"))  # quick, since nothing large is imported
         assert done.returncode == 0, done.stderr
     else:
+        done = run_blocked(code)
         assert done.returncode == 2, done.stderr
         assert f"pip install 'attnmon[{command[0]}]'" in done.stderr
         assert "Traceback" not in done.stderr
