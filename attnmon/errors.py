@@ -1,18 +1,23 @@
-"""Everything attnmon raises or warns with."""
+"""The exceptions and the warning of attnmon."""
 
 from __future__ import annotations
 
 
 class AttnmonError(ValueError):
-    """A user's mistake: what was expected, what came, what to do. Raised at construction or attach."""
+    """A mistake of the caller, such as an option out of range. The message says what was expected and what came."""
 
 
 class UnsupportedAttention(AttnmonError):
-    """An attention call, or an argument of one, that cannot be measured without being wrong."""
+    """An attention call that cannot be measured correctly, for instance because of one of its arguments."""
 
 
 class MissingExtra(ImportError):
-    """An optional dependency is absent; the message names the pip extra that brings it."""
+    """An optional dependency is not installed; the message names the pip extra that installs it.
+
+    Attributes:
+        package: name of the missing package.
+        extra: name of attnmon's extra that installs it.
+    """
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(
@@ -24,4 +29,4 @@ class MissingExtra(ImportError):
 
 
 class AttnmonWarning(UserWarning):
-    """Something was skipped or went wrong inside the monitor; training is not affected."""
+    """The monitor skipped something or failed internally; training is not affected."""

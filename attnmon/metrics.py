@@ -1,7 +1,7 @@
-"""The table of metrics: from it follow tags, documentation, what is stored and how numbers merge.
+"""The table of metrics, which decides about tags, documentation, what is stored and how numbers merge.
 
-Definitions and sources: "Limitations of Normalization in Attention Mechanism" (arXiv 2508.17821), called
-*the paper*; where a definition is ours, ``source`` says so.
+In ``source``, "paper" means "Limitations of Normalization in Attention Mechanism" (arXiv 2508.17821), and "ours" means
+that the definition is attnmon's own.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from attnmon.errors import AttnmonError
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One number per head.
+    """The definition of a metric, which is one number per head.
 
     Attributes:
         name: key in results, part of TensorBoard tags.
-        formula: of one row, plain text.
+        formula: the value of one row, plain text.
         unit: "nats", "logits" or "1" (dimensionless).
         value_range: closed interval, plain text.
         merge: how rows, micro-batches and ranks merge into a head's value: "mean" (by row count), "max", or
             "inverse_mean" (1 / mean of ``of``).
         valid_rows: rows the merge runs over: "any" (n >= 1 visible keys), "pair" (n >= 2) or "selection"
-            (n > top_n). Every one of them needs finite logits.
-        needs: what the call must have: "value", "sinks", "softcap", or "" for nothing.
-        of: the metric that "inverse_mean" inverts.
-        log_scale: a picture of it reads better on a logarithmic scale.
-        source: where the definition stands.
+            (n > top_n). A row with a logit that is not finite is never among them.
+        source: where the definition comes from.
+        needs: what the attention call must have: "value", "sinks", "softcap", or "" for nothing.
+        of: the metric that "inverse_mean" inverts; "" for other merges.
+        log_scale: whether pictures show the metric on a logarithmic scale.
     """
 
     name: str
@@ -137,14 +137,15 @@ _TABLE = (
 
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _TABLE}
 
-ROW_CLASSES = ("any", "pair", "selection")
-
 
 def resolve_metrics(names: Iterable[str] | str | None) -> tuple[str, ...]:
-    """The requested metrics in table order; all of them for None.
+    """Return the names of the requested metrics in table order.
+
+    Args:
+        names: one name or several; None means all metrics.
 
     Raises:
-        AttnmonError: a name is not in the table, or the selection is empty.
+        AttnmonError: a name is not in the table, or ``names`` is empty.
     """
     if names is None:
         return tuple(METRICS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import statistics
 import time
@@ -13,12 +12,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import attnmon
 from attnmon.capture.recorder import Recorder
 from attnmon.capture.reporter import Reporter
 from attnmon.run.accumulator import Accumulator
+from attnmon.tiny_gpt2 import tiny_gpt2
 from benchmarks.cases import OverheadCase
 
 VARIANTS = ("off", "on", "idle", "eager")
@@ -36,25 +35,17 @@ The column "inside" is the time spent in the monitor's own code (``Inside``) ove
 
 def build(case: OverheadCase, variants: Sequence[str] = VARIANTS) -> dict[str, nn.Module]:
     """A model for each variant ("off" among them), all with the same weights."""
-    config = GPT2Config(
-        vocab_size=case.vocab,
-        n_positions=case.length,
-        n_embd=case.dim,
-        n_layer=case.layers,
-        n_head=case.heads,
-        resid_pdrop=0.0,  # with attention dropout, PyTorch's CPU attention falls back to a slow path
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-        use_cache=False,
-    )
     torch.manual_seed(0)
     models: dict[str, nn.Module] = {}
     for variant in variants:
-        chosen = copy.deepcopy(config)
-        chosen._attn_implementation = "eager" if variant == "eager" else "sdpa"
-        models[variant] = GPT2LMHeadModel(chosen)
+        models[variant] = tiny_gpt2(
+            layers=case.layers,
+            heads=case.heads,
+            width=case.dim,
+            length=case.length,
+            vocabulary=case.vocab,
+            attention="eager" if variant == "eager" else "sdpa",
+        )
         models[variant].load_state_dict(models["off"].state_dict())
     return models
 

@@ -21,7 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from attnmon.paper.capture import check_causal
 from attnmon.paper.command import settings_of
 from attnmon.paper.model import Subject, prepare
-from attnmon.paper.options import LENGTHS, Options
+from attnmon.paper.options import LENGTHS, PaperOptions
 from attnmon.paper.runner import run_units
 from attnmon.paper.store import Store
 
@@ -82,7 +82,7 @@ def measure(
         chunks: pieces of text.
         only: of the lengths, those to measure now; None for all.
     """
-    options = Options(
+    options = PaperOptions(
         text=b"",
         text_name="random tokens",
         out=Path(),

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import attnmon
 from attnmon.metrics import METRICS
+from attnmon.tiny_gpt2 import tiny_gpt2
 from benchmarks.cases import SamplingCase
 
 STEPS = 20
@@ -46,20 +46,7 @@ def build(case: SamplingCase) -> tuple[nn.Module, Tensor]:
     if case.kind == "synthetic":
         return Synthetic(case), torch.empty(0)
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=256,
-        n_positions=case.length,
-        n_embd=case.dim,
-        n_layer=case.layers,
-        n_head=case.heads,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-        use_cache=False,
-    )
-    model = GPT2LMHeadModel(config)
+    model = tiny_gpt2(layers=case.layers, heads=case.heads, width=case.dim, length=case.length)
     text = torch.frombuffer(bytearray("\n\n".join(topics.values()).encode()), dtype=torch.uint8).long()
     windows = text.unfold(0, case.length, case.length)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -146,7 +133,7 @@ COLUMNS = ("metric", "all rows: mean", "one step: mean", "max", "rel. mean", f"{
 
 
 def rows(result: dict[str, Any]) -> list[list[str]]:
-    """One line a metric: absolute errors over heads, mean and maximum, and the mean relative error."""
+    """One line per metric: absolute errors over heads, mean and maximum, and the mean relative error."""
     table = []
     for metric, found in result["metrics"].items():
         one, many = found["one_step"], found[f"average_of_{STEPS}"]

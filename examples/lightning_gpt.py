@@ -1,7 +1,8 @@
-"""A Lightning Trainer with the monitor: one callback.
+"""A Lightning Trainer with the monitor, which is one callback.
 
-A two-layer GPT-2 from transformers reads random bytes. Seconds on a CPU; logs go to ./runs:
+A two-layer GPT-2 from transformers reads random bytes. The script takes seconds on a CPU and writes its logs to ./runs:
 
+    pip install 'attnmon[lightning,huggingface,tensorboard]'
     python examples/lightning_gpt.py
 """
 
@@ -43,7 +44,7 @@ class GPT(pl.LightningModule):
 
 
 def main() -> None:
-    """Train for 30 steps, then print what the monitor saw at the last one."""
+    """Train for 30 steps, then print what the monitor measured last."""
     pl.seed_everything(0, verbose=False)
     tokens = torch.randint(256, (240, 64))
     monitor = AttentionMonitor(log_every_n_steps=10)

@@ -1,6 +1,6 @@
-"""A plain PyTorch loop with the monitor: attnmon takes the two marked lines.
+"""A plain PyTorch training loop with the monitor, which two marked lines attach.
 
-A tiny GPT learns to count bytes (0, 1, 2, ...) from random starting points. Seconds on a CPU:
+A tiny GPT learns to count (0, 1, 2, ...) from random starting points. The script takes seconds on a CPU:
 
     python examples/plain_torch.py
 """
@@ -17,7 +17,7 @@ VOCAB, LENGTH, DIM, HEADS, LAYERS, BATCH, STEPS = 64, 32, 32, 4, 2, 8, 60
 
 
 class Attention(nn.Module):
-    """Causal self-attention as most hand-written GPTs have it."""
+    """Causal self-attention through F.scaled_dot_product_attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,10 +37,8 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm1, self.attn = nn.LayerNorm(DIM), Attention()
-        self.norm2, self.mlp = (
-            nn.LayerNorm(DIM),
-            nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM)),
-        )
+        self.norm2 = nn.LayerNorm(DIM)
+        self.mlp = nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.norm1(x))
@@ -62,7 +60,7 @@ class TinyGPT(nn.Module):
 
 
 def main() -> None:
-    """Train, then print what the monitor saw at the last step."""
+    """Train, then print what the monitor measured at the last step."""
     torch.manual_seed(0)
     model = TinyGPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -79,10 +77,12 @@ def main() -> None:
         if step % 20 == 19:
             print(f"step {step + 1}: loss {loss.item():.3f}")
 
-    snapshot = monitor.flush()
+    snapshot = monitor.flush()  # finish the measurements of the last step
     assert snapshot is not None
     for path, entropy in snapshot["entropy_norm"].items():
-        print(f"{path}: entropy / ln n by head: {', '.join(f'{value:.2f}' for value in entropy)}")
+        print(
+            f"{path}: normalized entropy (0 sharp, 1 uniform) by head: {', '.join(f'{value:.2f}' for value in entropy)}"
+        )
     print(f"alerts: {len(monitor.alerts)}")
     monitor.close()
 

@@ -36,6 +36,7 @@ def code_blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", README, re.S)
 
 
+@pytest.mark.slow
 def test_the_quickstart_runs_and_prints_what_it_says(tmp_path):
     pytest.importorskip("transformers")
     code, said = re.search(r"```python\n([^`]*GPT2[^`]*)```\n.*?```text\n(.*?)```", README, re.S).groups()

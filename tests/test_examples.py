@@ -12,7 +12,10 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 OPTIONAL = {"lightning_gpt": ("pytorch_lightning", "transformers", "tensorboard")}
 
 
-@pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(path, id=path.stem, marks=pytest.mark.slow if path.stem in OPTIONAL else ()) for path in EXAMPLES],
+)
 def test_example_runs(script, tmp_path):
     for package in OPTIONAL.get(script.stem, ()):
         pytest.importorskip(package)

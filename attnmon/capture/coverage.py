@@ -86,7 +86,7 @@ class Site:
 
 
 def coverage_table(records: Iterable[CoverageRecord]) -> str:
-    """A plain text table, one line a module."""
+    """A plain text table, one line per module."""
     rows = [("module", "kind", "heads", "route", "backend", "status")]
     for record in records:
         status = f"{record.status}: {record.reason}" if record.reason else record.status

@@ -1,7 +1,7 @@
 """Layers of torch that run one fused kernel in evaluation, unless a module in them has a hook.
 
 ``nn.TransformerEncoderLayer.forward`` counts the hooks of its modules. So its own hook takes them all away where it
-is in evaluation mode, and they come back as soon as the layer has chosen (see ``process``).
+is in evaluation mode, and they come back as soon as the layer has chosen (see ``process_wide``).
 """
 
 from __future__ import annotations

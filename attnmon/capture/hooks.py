@@ -1,7 +1,7 @@
 """The two hooks of a watched module.
 
-No copy of a model has them (see ``copies``); where something copies a table of hooks by itself, what arrives there
-does nothing and needs no attnmon.
+No copy of a model has them (see ``process_wide``). Where something copies a table of hooks by itself, what arrives
+there does nothing and needs no attnmon.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def may_call_attention(module: nn.Module) -> bool:
 
 
 def mentions_attention(module: nn.Module) -> bool:
-    """Whether the class's forward, or a function it calls, names attention or softmax: a plain function, say."""
+    """Whether the class's forward, or a function it calls, names attention or softmax, as a plain function would be."""
     return _mentions(inspect.getattr_static(type(module), "forward", None), type(module), set())
 
 

@@ -37,10 +37,10 @@ class Recorder:
     """Watches the attention modules of a model between ``start`` and ``stop``; outside, the model is untouched.
 
     Inside the user's forward calls are only noted; they are measured when the outermost watched forward is over (see
-    ``notes``). In the first measured step every module that could make a call is hooked; later ones hook only modules
-    that made calls or look like attention, unless some of the model was compiled: then hooks stay as they were, since
-    a compiled graph is valid for exactly these. The function mode is on inside hooked modules; where graphs may have
-    been compiled before monitoring, it covers the whole first step, so that they are traced anew.
+    ``deferred``). In the first measured step every module that could make a call is hooked. Later steps hook only
+    modules that made calls or look like attention, unless some of the model was compiled: then hooks stay as they
+    were, since a compiled graph is valid for exactly these. The function mode is on inside hooked modules; where
+    graphs may have been compiled before monitoring, it covers the whole first step, so that they are traced anew.
 
     Args:
         model: any module, wrapped or not.

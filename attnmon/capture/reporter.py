@@ -25,13 +25,13 @@ UNFOLLOWED = "its compiled code cannot be followed from the module's inputs to t
 
 
 class Reporter:
-    """DeferredCalls the calls of what is running, or leaves operators for them in a graph that is being traced.
+    """Notes the calls of what is running, or leaves operators for them in a graph that is being traced.
 
     Args:
         watched: the watched modules with their sites, by index.
         observer: told of each call.
         running: what runs now.
-        traced_calls: for graphs.
+        graph_calls: leaves operators in graphs.
         deferred: where calls wait until the forward is over.
     """
 
@@ -40,10 +40,10 @@ class Reporter:
         watched: Sequence[Watched],
         observer: Observer,
         running: ActiveForwards,
-        traced_calls: GraphCalls,
+        graph_calls: GraphCalls,
         deferred: DeferredCalls,
     ) -> None:
-        self._watched, self._observer, self._running, self._traced = watched, observer, running, traced_calls
+        self._watched, self._observer, self._running, self._graph_calls = watched, observer, running, graph_calls
         self._deferred = deferred
         self._sites = [site for _, site in watched]
         self.flex_operator: Any = None  # the higher-order operator, as graphs call it
@@ -55,11 +55,11 @@ class Reporter:
             return
         if torch.compiler.is_compiling():
             if func is self.flex_operator:
-                self._traced.rows(args)
+                self._graph_calls.rows(args)
             elif running.trace_stack:
-                self._traced.report(func, args, kwargs, result)
+                self._graph_calls.report(func, args, kwargs, result)
             elif func in ROUTES and running.stack:
-                self._traced.refusal(running.stack[-1].hook, UNFOLLOWED, args[0].device)
+                self._graph_calls.refusal(running.stack[-1].hook, UNFOLLOWED, args[0].device)
             return
         if not running.active or not (running.stack or running.trace_stack or running.withheld):
             return
@@ -110,7 +110,7 @@ class Reporter:
             return result
         if torch.compiler.is_compiling():
             if running.active and running.trace_stack and not running.suppressed:
-                self._traced.replaced(running.trace_stack[-1], route, args, kwargs, describe)
+                self._graph_calls.replaced(running.trace_stack[-1], route, args, kwargs, describe)
             return result
         if running.suppressed or not running.active or in_backward() or not running.stack:
             return result

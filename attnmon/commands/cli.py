@@ -108,7 +108,7 @@ def _demo_arguments(parser: argparse.ArgumentParser) -> None:
         "--fault",
         choices=("temperature", "none"),
         default="temperature",
-        help="planted half-way: 'temperature' cuts the attention temperature of the middle layer to 0.04",
+        help="planted halfway: 'temperature' cuts the attention temperature of the middle layer to 0.04",
     )
     parser.add_argument(
         "--logdir", type=Path, default=Path("runs/attnmon-demo"), metavar="DIR", help="where the TensorBoard logs go"
@@ -121,7 +121,7 @@ def _demo(args: argparse.Namespace) -> int:
         raise AttnmonError(f"--dim {args.dim} is not a multiple of --heads {args.heads}")
     if args.fault != "none" and args.steps < 20:
         raise AttnmonError(
-            f"--steps {args.steps} is too few for a fault: it is planted half-way and an alert needs up to 10 steps; "
+            f"--steps {args.steps} is too few for a fault: it is planted halfway and an alert needs up to 10 steps; "
             "give --steps 20 or more, or --fault none"
         )
     text = _read_text(getattr(args, "text", None), args.batch * args.length, "--batch times --length asks")
@@ -302,7 +302,7 @@ def _paper(args: argparse.Namespace) -> int:
 COMMANDS = (
     Command(
         "demo",
-        "train a small GPT-2 on English text on the CPU, plant a fault half-way, see it found",
+        "train a small GPT-2 on English text on the CPU, plant a fault halfway, see it found",
         _demo_arguments,
         _demo,
     ),

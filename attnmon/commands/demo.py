@@ -1,4 +1,4 @@
-"""``attnmon demo``: a small GPT-2 learns English text under the monitor, and half-way a fault is planted.
+"""``attnmon demo``: a small GPT-2 learns English text under the monitor, and halfway a fault is planted.
 
 It is also an example to read: the model, the data and the training loop are what a user of Lightning and
 transformers would write, and the monitor is one callback.

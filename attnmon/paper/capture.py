@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from attnmon.capture import Recorder
 from attnmon.capture.coverage import Site
 from attnmon.errors import AttnmonError, UnsupportedAttention
-from attnmon.paper.options import Options
+from attnmon.paper.options import PaperOptions
 from attnmon.stats.plan import logit_threshold
 from attnmon.stats.visibility import visible_keys
 from attnmon.types import AttentionCall
 
 TellCall = Callable[[int, str, AttentionCall], None]
-"""(number of the call in the forward, module path, call)"""
+"""Takes the number of the call in the forward, the path of its module, and the call."""
 
 _PROBE = 16  # tokens of the forward that tells whether a model can be measured at all
 
@@ -36,6 +36,8 @@ class Head:
         tokens: float32 [L, E], x.
         tau: temperature 1 / (scale sqrt(D)).
         sink: logit of a learned sink, or None.
+
+    Source: ours (definitions, section 1).
     """
 
     layer: int
@@ -53,13 +55,15 @@ def attention_calls(model: nn.Module, tokens: Tensor, tell: TellCall, *, with_hi
     """Run ``model`` on one sequence and tell of each attention call as it happens.
 
     Args:
-        model: in evaluation mode.
+        model: a causal model of transformers, in evaluation mode.
         tokens: int64 [L].
         tell: gets each call; nothing of it may be kept, except what ``tell`` copies.
         with_hidden: calls come with the hidden states that entered their module.
 
     Raises:
         AttnmonError: the model has no attention, or a call that cannot be measured; whatever ``tell`` raises.
+
+    Source: ours.
     """
     observer = _Observer(tell)
     recorder = Recorder(model, observer, with_hidden=with_hidden, at_once=True)
@@ -78,12 +82,23 @@ def attention_calls(model: nn.Module, tokens: Tensor, tell: TellCall, *, with_hi
         )
 
 
-def check_causal(model: nn.Module, tokens: Tensor, name: str, options: Options) -> int:
-    """Run a short forward; the number of heads of all its calls together.
+def check_causal(model: nn.Module, tokens: Tensor, name: str, options: PaperOptions) -> int:
+    """Run a short forward, refuse what the experiments are not defined for, and count the heads.
+
+    Args:
+        model: in evaluation mode.
+        tokens: int64 [L]; the first few are read.
+        name: what messages call the model.
+        options: which experiments, and which vectors.
+
+    Returns:
+        The number of heads of all attention calls of a forward together.
 
     Raises:
         AttnmonError: some token attends to a later one, a number is not finite, or an experiment cannot be done on
             what the model does.
+
+    Source: paper, whose GPT-2 has causal attention without sinks; the check is ours.
     """
     heads = 0
     no_sinks = sorted({"sensitivity", "normalizers"} & set(options.experiments))
@@ -109,10 +124,15 @@ def check_causal(model: nn.Module, tokens: Tensor, name: str, options: Options) 
 
 
 def check_finite(head: Head) -> None:
-    """Whether every logit that a row sees, and every vector, is a number.
+    """Refuse a head with a visible logit, or a vector, that is not finite.
+
+    Args:
+        head: its rows.
 
     Raises:
-        AttnmonError: one is not.
+        AttnmonError: one is not finite; the message names the module and the head.
+
+    Source: ours.
     """
     if not (bool((head.logits.isfinite() | ~head.visible).all()) and bool(head.tokens.isfinite().all())):
         raise AttnmonError(
@@ -122,14 +142,21 @@ def check_finite(head: Head) -> None:
 
 
 def heads_of(number: int, module: str, call: AttentionCall, kind: str) -> Iterator[Head]:
-    """The heads of a call, one at a time.
+    """Split a call into its heads, one at a time, on its first sequence.
 
     Args:
-        number, module, call: as told by ``attention_calls``.
-        kind: "value" (unit length), "value_raw" or "hidden" (unit length).
+        number: of the call in the forward, from 0.
+        module: path of its module.
+        call: the call, as told by ``attention_calls``.
+        kind: what x is: "value" (unit length), "value_raw" or "hidden" (unit length).
+
+    Returns:
+        An iterator over the heads.
 
     Raises:
         AttnmonError: the call is no self-attention with softmax, or lacks what x is made of.
+
+    Source: the paper does not name the layer of x; value vectors are those of the authors' later work.
     """
     where = module or "the model"
     if call.is_cross or call.weights is not None or call.score_mod is not None or call.positions is not None:
@@ -151,7 +178,7 @@ def heads_of(number: int, module: str, call: AttentionCall, kind: str) -> Iterat
 
 
 def _rows(call: AttentionCall, head: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits and visibility [L, L] of one head of the first sequence."""
+    """Compute logits and visibility, [L, L] each, of one head of the first sequence."""
     if call.logits is not None:
         logits = call.logits[0, head]
         return logits.float(), ~(logits <= logit_threshold(logits.dtype))

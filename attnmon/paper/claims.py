@@ -20,15 +20,17 @@ from attnmon.theory.audit import STATEMENTS, TRUE
 
 @dataclass(frozen=True)
 class Claim:
-    """One statement of the paper.
+    """One statement of the paper, beside what was measured.
 
     Attributes:
         experiment: which experiment shows it.
         statement: in our words.
         paper: the paper's figure or expression.
-        measured: the same on this model and text.
+        measured: what this model and text gave.
         audited: name of the statement in ``attnmon.theory.audit``, "" for a statement of ours that is true.
-        note: why, and what holds instead.
+        note: why the verdict is as it is, and what holds instead.
+
+    Source: paper, experiments 1 to 5; the verdicts are ours (docs/audit.md).
     """
 
     experiment: str
@@ -40,16 +42,21 @@ class Claim:
 
     @property
     def verdict(self) -> str:
-        """As the audit has it."""
+        """The verdict of the audit."""
         return next((one.verdict for one in STATEMENTS if one.name == self.audited), TRUE)
 
 
 def claims(merged: Mapping[str, Sequence[Record]], tests: Sequence[Record]) -> list[Claim]:
-    """The claims of those experiments that were run.
+    """Set the paper's claims beside the measurements of those experiments that were run.
 
     Args:
         merged: experiment -> records merged over chunks.
         tests: ``summary.separation_tests`` of experiment 3.
+
+    Returns:
+        The claims in the order of the experiments.
+
+    Source: paper, experiments 1 to 5; the verdicts are ours (docs/audit.md).
     """
     found: list[Claim] = []
     for experiment, make in (

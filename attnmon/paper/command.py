@@ -13,7 +13,7 @@ from attnmon.errors import AttnmonError
 from attnmon.paper import small_model
 from attnmon.paper.capture import check_causal
 from attnmon.paper.model import Subject, check_device, context_length, identity_of, load, vocabulary_size
-from attnmon.paper.options import EPSILONS, TEMPERATURES, Options
+from attnmon.paper.options import EPSILONS, TEMPERATURES, PaperOptions
 from attnmon.paper.progress import bar
 from attnmon.paper.report import write_report
 from attnmon.paper.runner import run_units
@@ -23,12 +23,21 @@ from attnmon.paper.text import fingerprint, tokenize
 MODEL_FOLDER = "model"
 
 
-def run(options: Options, *, quiet: bool = False) -> list[Path]:
-    """Measure what is not stored yet and write the report; the files, the page last.
+def run(options: PaperOptions, *, quiet: bool = False) -> list[Path]:
+    """Measure what is not stored yet and write the report.
+
+    Args:
+        options: what to measure, and where results go.
+        quiet: show no progress bars.
+
+    Returns:
+        The files of the report, the page last.
 
     Raises:
-        AttnmonError: the model, the text or the folder does not do; nothing has been written then, but a trained
-            small model.
+        AttnmonError: the model, the text, the device or the folder cannot be used; nothing but a trained small model
+            has been written then.
+
+    Source: paper, experiments 1 to 5.
     """
     check_writable(options.out)
     check_device(options.device)
@@ -36,18 +45,42 @@ def run(options: Options, *, quiet: bool = False) -> list[Path]:
     return measure(subject, options, quiet=quiet)
 
 
-def measure(subject: Subject, options: Options, *, quiet: bool = False) -> list[Path]:
-    """The same for a model that is already at hand."""
+def measure(subject: Subject, options: PaperOptions, *, quiet: bool = False) -> list[Path]:
+    """Measure what is not stored yet on a model that is loaded already, and write the report.
+
+    Args:
+        subject: model and tokens.
+        options: what to measure, and where results go.
+        quiet: show no progress bars.
+
+    Returns:
+        The files of the report, the page last.
+
+    Raises:
+        AttnmonError: the model or the folder cannot be used.
+
+    Source: paper, experiments 1 to 5.
+    """
     heads = check_causal(subject.model, subject.tokens[0], subject.name, options)
     store = Store(options.out, settings_of(subject, options), options.restart)
     run_units(subject, options, store, heads, quiet=quiet)
     return write_report(subject, options, store)
 
 
-def settings_of(subject: Subject, options: Options) -> dict[str, Any]:
-    """What every unit of a folder depends on; chunks, lengths and experiments may be added to later.
+def settings_of(subject: Subject, options: PaperOptions) -> dict[str, Any]:
+    """List what every unit of a folder depends on.
 
-    The longest length is among them, since chunks are that long.
+    Chunks, experiments and lengths but the longest are no part of it: they may be added later. The longest length is,
+    since chunks are that long.
+
+    Args:
+        subject: model and tokens.
+        options: what to measure.
+
+    Returns:
+        Name -> JSON-ready value.
+
+    Source: ours.
     """
     return {
         "attnmon": version("attnmon"),
@@ -64,7 +97,7 @@ def settings_of(subject: Subject, options: Options) -> dict[str, Any]:
     }
 
 
-def _loaded(options: Options) -> Subject:
+def _loaded(options: PaperOptions) -> Subject:
     name = str(options.model)
     model, tokenizer = load(name, options.device)
     _check_context(model, options, name)
@@ -75,8 +108,8 @@ def _loaded(options: Options) -> Subject:
     return Subject(model, tokens, name, reading, identity_of(model))
 
 
-def _trained(options: Options, quiet: bool) -> Subject:
-    """The small model; its text's end is what it is measured on, the rest what it was trained on."""
+def _trained(options: PaperOptions, quiet: bool) -> Subject:
+    """Load or train the small model; it is measured on the end of the text and trained on the rest."""
     start = small_model.held_out(options)
     folder = options.out / MODEL_FOLDER
     try:
@@ -94,7 +127,7 @@ def _trained(options: Options, quiet: bool) -> Subject:
     return Subject(model, tokens, name, reading, identity_of(model))
 
 
-def _check_context(model: nn.Module, options: Options, name: str) -> None:
+def _check_context(model: nn.Module, options: PaperOptions, name: str) -> None:
     limit = context_length(model)
     if limit is not None and options.longest > limit:
         raise AttnmonError(f"{name} reads at most {limit} tokens; --lengths asks for {options.longest}")

@@ -34,49 +34,67 @@ _LEGEND = "a panel a module, heads from dark (the first) to light"
 
 
 @dataclass(frozen=True)
-class Run:
+class LoggedRun:
     """A run's snapshots in order of their steps.
 
     Attributes:
         path: the file.
         snapshots: at least one.
+
+    Source: ours.
     """
 
     path: Path
     snapshots: tuple[Snapshot, ...]
 
 
-def find_log(place: Path) -> Path:
-    """The JSON Lines file of a run: the path itself, or the one ``attnmon.jsonl`` in or below a folder.
+def find_log(log: Path) -> Path:
+    """Find the JSON Lines file of a run.
+
+    Args:
+        log: the file itself, or a folder with one ``attnmon.jsonl`` in or below it.
+
+    Returns:
+        The file.
 
     Raises:
         AttnmonError: there is none, or more than one.
+
+    Source: ours.
     """
-    if place.is_file():
-        return place
-    if not place.is_dir():
-        raise AttnmonError(f"--from-run {place}: there is no such file or folder")
-    found = sorted(place.rglob(DEFAULT_NAME))
+    if log.is_file():
+        return log
+    if not log.is_dir():
+        raise AttnmonError(f"--from-run {log}: there is no such file or folder")
+    found = sorted(log.rglob(DEFAULT_NAME))
     if not found:
         raise AttnmonError(
-            f"--from-run {place}: no {DEFAULT_NAME} in it; "
+            f"--from-run {log}: no {DEFAULT_NAME} in it; "
             "monitor the run with writers=[attnmon.writers.JsonlWriter(DIR)]"
         )
     if len(found) > 1:
         raise AttnmonError(
-            f"--from-run {place}: {len(found)} runs below it ({', '.join(str(path) for path in found[:3])}"
+            f"--from-run {log}: {len(found)} runs below it ({', '.join(str(path) for path in found[:3])}"
             f"{', ...' if len(found) > 3 else ''}); name one of them"
         )
     return found[0]
 
 
-def read_run(place: Path) -> Run:
-    """The snapshots of a run; a step that was written twice (a run that was resumed) counts as written last.
+def read_run(log: Path) -> LoggedRun:
+    """Read the snapshots of a run; of a step that was written twice (a run that was resumed) the last one counts.
+
+    Args:
+        log: the file, or a folder with one ``attnmon.jsonl`` in or below it.
+
+    Returns:
+        The run, its snapshots in order of their steps.
 
     Raises:
         AttnmonError: there is no log, it cannot be read, or it holds no snapshot with the metrics drawn here.
+
+    Source: ours.
     """
-    path = find_log(place)
+    path = find_log(log)
     by_step: dict[int, Snapshot] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("always", AttnmonWarning)
@@ -92,20 +110,25 @@ def read_run(place: Path) -> Run:
         raise AttnmonError(
             f"--from-run {path}: no snapshot with {', '.join(sorted(wanted))}; monitor the run with one of them"
         )
-    return Run(path, snapshots)
+    return LoggedRun(path, snapshots)
 
 
-def write_run_report(place: Path, out: Path) -> list[Path]:
-    """Tables, figures and page of a run.
+def write_run_report(log: Path, out: Path) -> list[Path]:
+    """Write tables, figures and page of a run.
 
     Args:
-        place: of the log.
+        log: the file, or a folder with one ``attnmon.jsonl`` in or below it.
         out: folder of results; made once the log has been read.
 
     Returns:
         The files, the page last.
+
+    Raises:
+        AttnmonError: the log cannot be read, or ``out`` cannot be written.
+
+    Source: ours; separability and sensitivity are those of the paper's experiments 4 and 5, over training steps.
     """
-    run = read_run(place)
+    run = read_run(log)
     check_writable(out)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -147,8 +170,18 @@ def write_run_report(place: Path, out: Path) -> list[Path]:
     return [*written, out / PAGE]
 
 
-def run_records(run: Run, metrics: Sequence[str]) -> list[Record]:
-    """step, module, head and the metrics; None where a snapshot has no number."""
+def run_records(run: LoggedRun, metrics: Sequence[str]) -> list[Record]:
+    """List the metrics of a run by step, module and head.
+
+    Args:
+        run: its snapshots.
+        metrics: names, which become columns.
+
+    Returns:
+        Records of step, module, head and the metrics; None where a snapshot has no number.
+
+    Source: ours.
+    """
     records: list[Record] = []
     for snapshot in run.snapshots:
         present = [metric for metric in metrics if metric in snapshot]
@@ -167,8 +200,8 @@ def _value(snapshot: Snapshot, metric: str, module: str, head: int) -> float | N
     return value if np.isfinite(value) else None
 
 
-def _series(run: Run, metric: str) -> tuple[list[int], dict[tuple[str, int], list[float]]]:
-    """Steps, and each head's values at them (NaN where there is none)."""
+def _series(run: LoggedRun, metric: str) -> tuple[list[int], dict[tuple[str, int], list[float]]]:
+    """Collect the steps, and each head's values at them (NaN where there is none)."""
     steps = [snapshot.step for snapshot in run.snapshots]
     heads: dict[tuple[str, int], list[float]] = {}
     for index, snapshot in enumerate(run.snapshots):
@@ -178,12 +211,12 @@ def _series(run: Run, metric: str) -> tuple[list[int], dict[tuple[str, int], lis
     return steps, heads
 
 
-def _figure(run: Run, metric: str) -> Figure:
+def _figure(run: LoggedRun, metric: str) -> Figure:
     steps, heads = _series(run, metric)
     return lines_over_steps(steps, heads, _TITLES[metric], log=metric != "separability")
 
 
-def _caption(run: Run, metric: str) -> str:
+def _caption(run: LoggedRun, metric: str) -> str:
     settings = run.snapshots[-1].settings
     if metric == "separability":
         at = f" at N = {settings['top_n']}" if "top_n" in settings else ""
@@ -191,8 +224,8 @@ def _caption(run: Run, metric: str) -> str:
     return f"{_TITLES[metric]}, of each head over training steps, {_LEGEND}."
 
 
-def _table(run: Run, metrics: Sequence[str]) -> tuple[Sequence[str], list[list[str]]]:
-    """First and last step, least and largest value of each head."""
+def _table(run: LoggedRun, metrics: Sequence[str]) -> tuple[Sequence[str], list[list[str]]]:
+    """Tabulate first, last, least and largest value of each head."""
     columns = ["module", "head"]
     rows: dict[tuple[str, int], list[str]] = {}
     for metric in metrics:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attnmon.paper.capture import Head, check_finite
-from attnmon.paper.options import EPSILONS, TEMPERATURES, Options, candidates
+from attnmon.paper.options import EPSILONS, TEMPERATURES, PaperOptions, candidates
 from attnmon.paper.store import Record
 from attnmon.paper.sweep import expected_distances, nested_distances, weight_ranks
 from attnmon.paper.temperatures import sensitivities
@@ -32,8 +32,16 @@ _COMPARED_ROWS = 64  # of a head, where other normalizers are solved row by row
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a head's rows stand: the unit, and the seed of what is drawn for it."""
+class Excerpt:
+    """The piece of text that a head was computed on, and the seed of what is drawn for the head.
+
+    Attributes:
+        length: L, the number of tokens read from the start of the chunk.
+        chunk: number of the chunk, from 0.
+        seed: of the head's random sets.
+
+    Source: ours; the paper reads consecutive pieces of one text.
+    """
 
     length: int
     chunk: int
@@ -41,19 +49,28 @@ class Place:
 
 
 class HeadRows:
-    """A head with what several experiments need of it, computed once.
+    """A head with everything that several experiments need of it, computed once.
 
     Args:
         head: its rows.
-        place: of the unit.
-        experiments, options: what will be asked for.
+        excerpt: what the head was computed on.
+        experiments: those that will be asked for.
+        options: N, draws and vectors.
+
+    Attributes:
+        head: its rows.
+        excerpt: what the head was computed on.
+        weights: float32 [L, L], p; 0 at hidden keys.
+        count: int64 [L], n, the number of visible keys.
 
     Raises:
         AttnmonError: a logit or a vector is not finite.
+
+    Source: paper, Algorithms 1 to 4.
     """
 
-    def __init__(self, head: Head, place: Place, experiments: Sequence[str], options: Options) -> None:
-        self.head, self.place = head, place
+    def __init__(self, head: Head, excerpt: Excerpt, experiments: Sequence[str], options: PaperOptions) -> None:
+        self.head, self.excerpt = head, excerpt
         self._experiments, self._options = experiments, options
         check_finite(head)
         z = head.logits.masked_fill(~head.visible, -torch.inf)
@@ -62,10 +79,10 @@ class HeadRows:
         self.count = head.visible.sum(-1)
 
     def sizes(self, *experiments: str) -> tuple[int, ...]:
-        """N of those of the given experiments that are wanted, ascending."""
+        """List, ascending, the N of those of the given experiments that are wanted."""
         options, found = self._options, set()
         for name in set(experiments) & set(self._experiments):
-            found |= set(_sizes(name, options, self.place.length))
+            found |= set(_sizes(name, options, self.excerpt.length))
         return tuple(sorted(found))
 
     @cached_property
@@ -87,17 +104,17 @@ class HeadRows:
     def expected(self) -> dict[int, tuple[Tensor, Tensor]]:
         """N -> Monte Carlo estimate of E[d~] and its squared standard error, [R] each, for experiments 1, 2 and 3."""
         head, sizes = self.head, self.sizes("distance-length", "distance-topn", "critical-n")
-        draws, seed = self._options.draws, self.place.seed
+        draws, seed = self._options.draws, self.excerpt.seed
         means, variances = expected_distances(self.weights, head.tokens, head.visible, sizes, draws, seed)
         return {size: (means[index], variances[index]) for index, size in enumerate(sizes)}
 
     def record(self, experiment: str, **values: float | int | str) -> Record:
-        """A tidy row: where, then what."""
-        head, place = self.head, self.place
+        """Make a row of a tidy table: experiment, excerpt and head, then ``values``."""
+        head, excerpt = self.head, self.excerpt
         return {
             "experiment": experiment,
-            "length": place.length,
-            "chunk": place.chunk,
+            "length": excerpt.length,
+            "chunk": excerpt.chunk,
             "layer": head.layer,
             "module": head.module,
             "head": head.head,
@@ -105,14 +122,31 @@ class HeadRows:
         }
 
 
-def measure_head(head: Head, experiments: Sequence[str], options: Options, place: Place) -> dict[str, list[Record]]:
-    """Records of the wanted experiments of one head on one chunk at one length."""
-    rows = HeadRows(head, place, experiments, options)
-    return {name: _EXPERIMENTS[name](rows, _sizes(name, options, place.length)) for name in experiments}
+def measure_head(
+    head: Head, experiments: Sequence[str], options: PaperOptions, excerpt: Excerpt
+) -> dict[str, list[Record]]:
+    """Measure one head on one excerpt.
+
+    Args:
+        head: its rows.
+        experiments: names of ``EXPERIMENTS``.
+        options: N, draws and vectors.
+        excerpt: what the head was computed on.
+
+    Returns:
+        experiment -> its records; means over the rows that see more than N keys.
+
+    Raises:
+        AttnmonError: a logit or a vector is not finite.
+
+    Source: paper, Algorithms 1 to 5; "normalizers" is ours.
+    """
+    rows = HeadRows(head, excerpt, experiments, options)
+    return {name: _EXPERIMENTS[name](rows, _sizes(name, options, excerpt.length)) for name in experiments}
 
 
-def _sizes(experiment: str, options: Options, length: int) -> tuple[int, ...]:
-    """N of an experiment."""
+def _sizes(experiment: str, options: PaperOptions, length: int) -> tuple[int, ...]:
+    """List the N of an experiment."""
     if experiment == "distance-length":
         return (options.length_top_n,)
     return candidates(length) if experiment == "critical-n" else options.top_n
@@ -127,7 +161,7 @@ def _over_top_n(rows: HeadRows, sizes: Sequence[int]) -> list[Record]:
 
 
 def _distance(rows: HeadRows, experiment: str, top_n: int) -> Record:
-    """Experiments 1 and 2: d~, its bound and its expectation."""
+    """Measure d~, its bound and its expectation, for experiments 1 and 2."""
     one, (expected, variance) = rows.geometry[top_n], rows.expected[top_n]
     assert one.bound is not None
     valid = rows.count > top_n
@@ -148,7 +182,7 @@ def _distance(rows: HeadRows, experiment: str, top_n: int) -> Record:
 
 
 def _critical(rows: HeadRows, sizes: Sequence[int]) -> list[Record]:
-    """Experiment 3: d~ and E[d~] for a whole list of N."""
+    """Measure d~ and E[d~] for a whole list of N, for experiment 3."""
     found = []
     for top_n in sizes:
         valid = rows.count > top_n
@@ -167,7 +201,7 @@ def _critical(rows: HeadRows, sizes: Sequence[int]) -> list[Record]:
 
 
 def _separability(rows: HeadRows, sizes: Sequence[int]) -> list[Record]:
-    """Experiment 4: N_s / N, the lower bound, and the paper's expression, which is not a bound."""
+    """Measure N_s / N, the lower bound, and the paper's expression, which is not a bound, for experiment 4."""
     return [_separation(rows, rows.geometry[size]) for size in sizes]
 
 
@@ -198,7 +232,7 @@ def _separation(rows: HeadRows, one: HeadGeometry) -> Record:
 
 
 def _sensitivity(rows: HeadRows, sizes: Sequence[int]) -> list[Record]:
-    """Experiment 5: g(T, eps) and the exact spectral norm at each temperature."""
+    """Measure g(T, eps) and the exact spectral norm at each temperature, for experiment 5."""
     head = rows.head
     length = head.logits.shape[0]
     directions = _directions(length, head.logits.device)
@@ -231,7 +265,7 @@ def _sensitivity(rows: HeadRows, sizes: Sequence[int]) -> list[Record]:
 
 
 def _normalizers(rows: HeadRows, sizes: Sequence[int]) -> list[Record]:
-    """Other normalizers on the same logits, for rows spread evenly over those with at least two keys."""
+    """Compare other normalizers on the same logits, for rows spread evenly over those with at least two keys."""
     head = rows.head
     length = head.logits.shape[0]
     at = torch.linspace(1, length - 1, min(_COMPARED_ROWS, length - 1)).round().long()
@@ -255,7 +289,7 @@ def _normalizers(rows: HeadRows, sizes: Sequence[int]) -> list[Record]:
 
 @lru_cache(maxsize=2)
 def _directions(length: int, device: torch.device) -> Tensor:
-    """Those of the live metric ``jacobian_fd``."""
+    """Give the directions of the live metric ``jacobian_fd``, float32 [length, length]."""
     return row_directions(torch.arange(length, device=device), length)
 
 
@@ -268,12 +302,12 @@ def _least(values: Tensor, valid: Tensor) -> float:
 
 
 def _error(variance: Tensor, valid: Tensor) -> float:
-    """Standard error of a mean over rows that are drawn independently."""
+    """Compute the standard error of a mean over rows that are drawn independently."""
     return float(variance[valid].sum().sqrt() / valid.sum()) if bool(valid.any()) else float("nan")
 
 
 def _above(values: Tensor, bounds: Tensor, valid: Tensor) -> int:
-    """Rows whose value lies above its bound by more than rounding."""
+    """Count the rows whose value lies above its bound by more than rounding."""
     return int((valid & (values > bounds + _SLACK * bounds.abs() + 1e-7)).sum())
 
 

@@ -1,4 +1,4 @@
-"""The model that is looked at: a folder or a name of transformers, read from this machine alone."""
+"""The model that is measured: a folder or a name of transformers, read from this machine alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ class Subject:
         tokens: int64 [chunks, longest length].
         name: how the model is called on the page.
         reading: how the text became tokens, for the page.
-        identity: of the weights; the same model gives the same text.
+        identity: hash of the weights; equal weights have equal hashes.
+
+    Source: ours.
     """
 
     model: nn.Module
@@ -37,14 +39,20 @@ class Subject:
 
 
 def load(name: str, device: str) -> tuple[nn.Module, Any]:
-    """A causal model in float32 and evaluation mode, and its tokenizer (None where it has none).
+    """Load a causal model and its tokenizer.
 
     Args:
         name: a folder, or a model's name whose files are in transformers' cache. Nothing is downloaded.
-        device: where to.
+        device: where the model goes.
+
+    Returns:
+        The model in float32 and evaluation mode, and its tokenizer (None where it has none).
 
     Raises:
-        AttnmonError: there is no such model on this machine, or it is not a causal language model.
+        AttnmonError: there is no such model on this machine, it is not a causal language model, or the device cannot
+            be used.
+
+    Source: ours.
     """
     is_folder = Path(name).is_dir()
     with quiet_transformers():
@@ -69,10 +77,18 @@ def load(name: str, device: str) -> tuple[nn.Module, Any]:
 
 
 def check_device(device: str) -> torch.device:
-    """The device of that name.
+    """Look up a device by name.
+
+    Args:
+        device: a name as torch has them, like "cpu" or "cuda:1".
+
+    Returns:
+        The device, with its index where it has one.
 
     Raises:
         AttnmonError: there is no such device, or it has no float64.
+
+    Source: ours.
     """
     if device.startswith("mps"):
         raise AttnmonError("--device mps cannot be used: it has no float64, which the geometry is computed in")
@@ -83,10 +99,19 @@ def check_device(device: str) -> torch.device:
 
 
 def prepare(model: nn.Module, device: str) -> nn.Module:
-    """The model as it is measured: float32, evaluation mode, on ``device``.
+    """Convert a model, in place, to what is measured: float32, evaluation mode, on a device.
+
+    Args:
+        model: any model.
+        device: a name as torch has them.
+
+    Returns:
+        The same model.
 
     Raises:
-        AttnmonError: as for ``check_device``, or the device has no room for it.
+        AttnmonError: there is no such device, it has no float64, or it has no room for the model.
+
+    Source: ours.
     """
     try:
         return model.float().to(check_device(device)).eval()
@@ -95,7 +120,16 @@ def prepare(model: nn.Module, device: str) -> nn.Module:
 
 
 def context_length(model: nn.Module) -> int | None:
-    """The number of positions that a model has, or None if it has no limit."""
+    """Read the number of positions that a model has.
+
+    Args:
+        model: a model of transformers, or any other.
+
+    Returns:
+        The number, or None if the model's configuration sets no limit.
+
+    Source: ours.
+    """
     config = getattr(model, "config", None)
     for name in ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"):
         limit = getattr(config, name, None)
@@ -105,13 +139,31 @@ def context_length(model: nn.Module) -> int | None:
 
 
 def vocabulary_size(model: nn.Module) -> int:
-    """The number of tokens that a model's input embedding knows."""
+    """Read the number of tokens that a model's input embedding knows.
+
+    Args:
+        model: a model of transformers.
+
+    Returns:
+        The number of rows of the embedding.
+
+    Source: ours.
+    """
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
     return int(embedding.weight.shape[0])
 
 
 def identity_of(model: nn.Module) -> str:
-    """A hash of all weights: 16 hexadecimal digits."""
+    """Hash all weights and buffers of a model.
+
+    Args:
+        model: any model.
+
+    Returns:
+        16 hexadecimal digits.
+
+    Source: ours.
+    """
     digest = hashlib.blake2b(digest_size=8)
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode())
@@ -120,7 +172,7 @@ def identity_of(model: nn.Module) -> str:
 
 
 def _reads(tokenizer: Any) -> bool:
-    """Whether it makes tokens of a text: without files of its own, transformers builds one that knows no words."""
+    """Tell whether a tokenizer makes tokens of a text; without files, transformers builds one that knows no words."""
     try:
         return len(tokenizer("a word", add_special_tokens=False)["input_ids"]) > 0
     except Exception:
@@ -143,7 +195,10 @@ def _first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without transformers' progress bars and hints: what matters becomes one line of ours."""
+    """Silence transformers' progress bars and hints for a while; what matters becomes one line of attnmon's.
+
+    Source: ours.
+    """
     from transformers.utils import logging as hints
 
     transformers_logging: Any = hints

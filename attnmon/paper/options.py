@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from attnmon.checks import check_number, check_whole
 from attnmon.errors import AttnmonError
 
 EXPERIMENTS = ("distance-length", "distance-topn", "critical-n", "separability", "sensitivity", "normalizers")
-"""The paper's five (its Algorithms 1 to 5), then other normalizers on the same logits."""
+"""The five of the paper (arXiv 2508.17821, Algorithms 1 to 5), then other normalizers on the same logits."""
 
 LENGTHS = (32, 64, 128, 256, 512, 1024)
 TOP_N = (1, 5, 10, 20, 100)
@@ -25,7 +25,7 @@ OVER_LENGTHS = ("distance-length", "critical-n")
 
 
 @dataclass(frozen=True)
-class Options:
+class PaperOptions:
     """What ``attnmon paper --help`` offers; the defaults are the paper's settings (definitions, section 5).
 
     Attributes:
@@ -48,6 +48,9 @@ class Options:
 
     Raises:
         AttnmonError: a choice is out of range, or N >= L.
+
+    Source: paper, experiments 1 to 5, for lengths, N, steps and temperatures; the level is that of its text (0.01), not
+    of its Algorithm 3 (0.05). The other defaults are ours.
     """
 
     text: bytes
@@ -79,15 +82,10 @@ class Options:
                     f"{name} must be different whole numbers of at least {least}, ascending; "
                     f"got {' '.join(map(str, values))}"
                 )
-        for name, value, low in (
-            ("--chunks", self.chunks, 1),
-            ("--draws", self.draws, 2),  # one says nothing of its own error
-            ("--length-n", self.length_top_n, 1),
-        ):
-            if value < low:
-                raise AttnmonError(f"{name} must be at least {low}; got {value}")
-        if not 0.0 < self.level < 1.0 or not math.isfinite(self.level):
-            raise AttnmonError(f"--level must lie between 0 and 1; got {self.level}")
+        check_whole("--chunks", self.chunks)
+        check_whole("--draws", self.draws, least=2)  # one says nothing of its own error
+        check_whole("--length-n", self.length_top_n)
+        check_number("--level", self.level, below=1.0)
         longest, shortest = self.lengths[-1], self.lengths[0]
         at_longest = {"distance-topn", "separability"} & set(self.experiments)
         if at_longest and self.top_n[-1] >= longest:
@@ -101,18 +99,28 @@ class Options:
 
     @property
     def longest(self) -> int:
+        """The longest length, which is that of a chunk."""
         return self.lengths[-1]
 
     @property
     def tokens_needed(self) -> int:
-        """Tokens that the chunks take of the text."""
+        """The number of tokens that the chunks take of the text."""
         return self.chunks * self.longest
 
     def lengths_of(self, experiment: str) -> tuple[int, ...]:
-        """The lengths at which an experiment runs."""
+        """Give the lengths at which an experiment of ``EXPERIMENTS`` runs."""
         return self.lengths if experiment in OVER_LENGTHS else (self.longest,)
 
 
 def candidates(length: int) -> tuple[int, ...]:
-    """N that experiment 3 tries at a length."""
+    """Give the N that experiment 3 tries at a length, ascending; at least one.
+
+    Args:
+        length: L.
+
+    Returns:
+        Those of ``CANDIDATES`` up to L / 2, or 1 alone.
+
+    Source: ours; the paper's Algorithm 3 goes through a list of N.
+    """
     return tuple(n for n in CANDIDATES if n <= length // 2) or (1,)

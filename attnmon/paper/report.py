@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from attnmon.paper import figures
 from attnmon.paper.claims import claims
 from attnmon.paper.model import Subject
-from attnmon.paper.options import Options
+from attnmon.paper.options import PaperOptions
 from attnmon.paper.page import Picture, Section, number, render_page
 from attnmon.paper.store import Record, Store, write_atomic, write_table
 from attnmon.paper.summary import HEAD, critical_points, curve, fit_line, merge_chunks, separation_tests
@@ -29,7 +29,7 @@ _SETTINGS = {
 }
 
 
-def write_report(subject: Subject, options: Options, store: Store) -> list[Path]:
+def write_report(subject: Subject, options: PaperOptions, store: Store) -> list[Path]:
     """Write everything that finished units allow.
 
     Args:
@@ -39,6 +39,11 @@ def write_report(subject: Subject, options: Options, store: Store) -> list[Path]
 
     Returns:
         The files, the page last.
+
+    Raises:
+        AttnmonError: a file cannot be written.
+
+    Source: paper, experiments 1 to 5; the layout of the page is ours.
     """
     written: list[Path] = []
     merged: dict[str, list[Record]] = {}
@@ -81,7 +86,22 @@ def write_report(subject: Subject, options: Options, store: Store) -> list[Path]
 
 
 def save_figure(folder: Path, name: str, figure: Figure, alt: str) -> tuple[Picture, list[Path]]:
-    """A figure as PNG and SVG files, and as the page's picture."""
+    """Save a figure as PNG and SVG, and make it a picture of the page.
+
+    Args:
+        folder: where to; made if it is not there.
+        name: of the files, without a suffix.
+        figure: what to save.
+        alt: what it shows, in words.
+
+    Returns:
+        The picture and the files.
+
+    Raises:
+        AttnmonError: a file cannot be written.
+
+    Source: ours.
+    """
     folder.mkdir(exist_ok=True)
     paths = []
     for kind in ("png", "svg"):
@@ -92,7 +112,7 @@ def save_figure(folder: Path, name: str, figure: Figure, alt: str) -> tuple[Pict
 
 
 def _section(
-    name: str, records: Sequence[Record], tests: Sequence[Record], options: Options, out: Path
+    name: str, records: Sequence[Record], tests: Sequence[Record], options: PaperOptions, out: Path
 ) -> tuple[Section, list[Path]]:
     make = _SECTIONS[name]
     title, figure, alt, columns, rows = make(records, tests, options)
@@ -104,7 +124,7 @@ def _section(
 _Made = tuple[str, Figure, str, Sequence[str], Sequence[Sequence[Any]]]
 
 
-def _over_length(records: Sequence[Record], tests: Sequence[Record], options: Options) -> _Made:
+def _over_length(records: Sequence[Record], tests: Sequence[Record], options: PaperOptions) -> _Made:
     top_n = options.length_top_n
     return (
         "1. Distance against length",
@@ -115,7 +135,7 @@ def _over_length(records: Sequence[Record], tests: Sequence[Record], options: Op
     )
 
 
-def _over_top_n(records: Sequence[Record], tests: Sequence[Record], options: Options) -> _Made:
+def _over_top_n(records: Sequence[Record], tests: Sequence[Record], options: PaperOptions) -> _Made:
     return (
         "2. Distance against N",
         figures.distances(records, "top_n", f"Distance against N at L = {options.longest}"),
@@ -132,7 +152,7 @@ def _distance_rows(records: Sequence[Record], x: str, label: str) -> tuple[Seque
     return (*columns, "bound of what it lacks", "limit of E"), rows
 
 
-def _critical(records: Sequence[Record], tests: Sequence[Record], options: Options) -> _Made:
+def _critical(records: Sequence[Record], tests: Sequence[Record], options: PaperOptions) -> _Made:
     x, y, none_at = critical_points(tests)
     shown = [test for test in tests if test["critical"]]
     rows = [[test["length"], test["top_n"], test["top_n"] / test["length"], test["p_value"]] for test in shown]
@@ -146,7 +166,7 @@ def _critical(records: Sequence[Record], tests: Sequence[Record], options: Optio
     )
 
 
-def _separability(records: Sequence[Record], tests: Sequence[Record], options: Options) -> _Made:
+def _separability(records: Sequence[Record], tests: Sequence[Record], options: PaperOptions) -> _Made:
     names = ("separability", "lower_bound", "paper_expression", "precision", "f_score", "margin", "retained_mass")
     curves = [curve(records, "top_n", name) for name in names]
     rows = [
@@ -175,7 +195,7 @@ def _separability(records: Sequence[Record], tests: Sequence[Record], options: O
     )
 
 
-def _sensitivity(records: Sequence[Record], tests: Sequence[Record], options: Options) -> _Made:
+def _sensitivity(records: Sequence[Record], tests: Sequence[Record], options: PaperOptions) -> _Made:
     epsilons = sorted({record["epsilon"] for record in records})
     columns = ["T", *(f"g, eps = {epsilon:g}" for epsilon in epsilons), "spectral norm", "its largest row", "1/(2T)"]
     rows = []
@@ -194,7 +214,7 @@ def _sensitivity(records: Sequence[Record], tests: Sequence[Record], options: Op
     )
 
 
-def _normalizers(records: Sequence[Record], tests: Sequence[Record], options: Options) -> _Made:
+def _normalizers(records: Sequence[Record], tests: Sequence[Record], options: PaperOptions) -> _Made:
     names = ("weight_sum", "support", "entropy", "entropy_norm", "jacobian")
     rows = []
     for name in dict.fromkeys(record["normalizer"] for record in records):
@@ -214,7 +234,7 @@ def _normalizers(records: Sequence[Record], tests: Sequence[Record], options: Op
     )
 
 
-_SECTIONS: Mapping[str, Callable[[Sequence[Record], Sequence[Record], Options], _Made]] = {
+_SECTIONS: Mapping[str, Callable[[Sequence[Record], Sequence[Record], PaperOptions], _Made]] = {
     "distance-length": _over_length,
     "distance-topn": _over_top_n,
     "critical-n": _critical,
@@ -230,7 +250,7 @@ _TOKENS = {
 }
 
 
-def _facts(subject: Subject, options: Options, merged: Mapping[str, Sequence[Record]]) -> list[tuple[str, str]]:
+def _facts(subject: Subject, options: PaperOptions, merged: Mapping[str, Sequence[Record]]) -> list[tuple[str, str]]:
     heads = {tuple(record[key] for key in HEAD) for records in merged.values() for record in records}
     layers = {layer for layer, *_ in heads}
     return [

@@ -9,16 +9,26 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from attnmon.paper.capture import Head, attention_calls, heads_of
-from attnmon.paper.measure import Place, measure_head
+from attnmon.paper.measure import Excerpt, measure_head
 from attnmon.paper.model import Subject
-from attnmon.paper.options import Options
+from attnmon.paper.options import PaperOptions
 from attnmon.paper.progress import bar
 from attnmon.paper.store import Record, Store
 from attnmon.types import AttentionCall
 
 
-def missing(options: Options, store: Store) -> Iterator[tuple[int, int, tuple[str, ...]]]:
-    """(chunk, length, experiments that are not stored yet)."""
+def missing(options: PaperOptions, store: Store) -> Iterator[tuple[int, int, tuple[str, ...]]]:
+    """List the forwards that are still needed.
+
+    Args:
+        options: chunks, lengths and experiments.
+        store: finished units.
+
+    Returns:
+        An iterator over (chunk, length, experiments that are not stored yet).
+
+    Source: ours.
+    """
     for chunk in range(options.chunks):
         for length in options.lengths:
             wanted = tuple(
@@ -31,19 +41,25 @@ def missing(options: Options, store: Store) -> Iterator[tuple[int, int, tuple[st
 
 
 def run_units(
-    subject: Subject, options: Options, store: Store, heads: int, *, only: int | None = None, quiet: bool = False
+    subject: Subject, options: PaperOptions, store: Store, heads: int, *, only: int | None = None, quiet: bool = False
 ) -> int:
     """Compute and store what is missing.
 
     Args:
         subject: model and tokens.
-        options, store: what, and where to.
+        options: what to measure.
+        store: where finished units go.
         heads: of all attention calls of a forward together, for the progress bar.
-        only: this length alone.
-        quiet: without a progress bar.
+        only: the one length to compute; None: all lengths.
+        quiet: show no progress bar.
 
     Returns:
-        How many units were computed.
+        The number of units that were computed.
+
+    Raises:
+        AttnmonError: a call cannot be measured, or a file cannot be written; finished units stay.
+
+    Source: paper, Algorithms 1 to 5; that one forward feeds them all is ours.
     """
     todo = [unit for unit in missing(options, store) if only in (None, unit[1])]
     work = sum(_work(length, wanted, options) for _, length, wanted in todo) * heads
@@ -67,7 +83,7 @@ def run_units(
             ) -> None:
                 def measure(head: Head) -> dict[str, list[Record]]:
                     seed = _seed(options.seed, chunk, length, head.layer, head.head)
-                    return measure_head(head, tuple(found), options, Place(length, chunk, seed))
+                    return measure_head(head, tuple(found), options, Excerpt(length, chunk, seed))
 
                 for records in pool.map(measure, heads_of(number, module, call, options.tokens)):
                     for name, new in records.items():
@@ -81,20 +97,20 @@ def run_units(
     return count
 
 
-def _work(length: int, wanted: tuple[str, ...], options: Options) -> float:
-    """How long a head takes, in units of nobody's clock: rows times keys, and experiment 3 does most of it."""
+def _work(length: int, wanted: tuple[str, ...], options: PaperOptions) -> float:
+    """Estimate how long a head takes, in arbitrary units: rows times keys, most of it for experiment 3."""
     weight = {"critical-n": 3.0 + options.draws, "sensitivity": 3.0, "separability": 1.5, "distance-topn": 2.0}
     return length**2 * sum(weight.get(name, 1.0) for name in wanted) + 1.0
 
 
 def _seed(*parts: int) -> int:
-    """A seed for one head of one unit, whatever else is computed."""
+    """Derive a seed for one head of one unit that does not depend on what else is computed."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def _pool() -> ThreadPoolExecutor:
-    """One head a thread: blocks of rows are too small to be worth sharing among cores."""
+    """Start threads that take one head each: blocks of rows are too small to be worth sharing among cores."""
 
     def alone() -> None:
         torch.set_num_threads(1)  # of this thread's own operations

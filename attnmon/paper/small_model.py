@@ -11,22 +11,31 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2LMHeadModel
 
 from attnmon.errors import AttnmonError
 from attnmon.paper.model import prepare, quiet_transformers
-from attnmon.paper.options import Options
+from attnmon.paper.options import PaperOptions
 from attnmon.paper.text import fingerprint
+from attnmon.tiny_gpt2 import tiny_gpt2
 
 LAYERS, HEADS, DIM, BATCH = 4, 4, 128, 4
 _RECIPE = "attnmon.json"  # in the model's folder: what it was made of
 
 
-def held_out(options: Options) -> int:
-    """Where the bytes begin that the small model is measured on and not trained on.
+def held_out(options: PaperOptions) -> int:
+    """Find where the bytes begin that the small model is measured on and not trained on.
+
+    Args:
+        options: text, chunks and lengths.
+
+    Returns:
+        A position in the text.
 
     Raises:
         AttnmonError: the text is too short to be split.
+
+    Source: ours.
     """
     # a tenth where that is enough, so that chunks can be added later without moving those that are there
     start = min(len(options.text) * 9 // 10, len(options.text) - options.tokens_needed)
@@ -40,8 +49,20 @@ def held_out(options: Options) -> int:
     return start
 
 
-def recipe(options: Options) -> dict[str, Any]:
-    """Everything that the trained weights follow from."""
+def recipe(options: PaperOptions) -> dict[str, Any]:
+    """List everything that the trained weights follow from.
+
+    Args:
+        options: text, longest length, steps and seed.
+
+    Returns:
+        Name -> JSON-ready value.
+
+    Raises:
+        AttnmonError: the text is too short to be split.
+
+    Source: ours.
+    """
     return {
         "layers": LAYERS,
         "heads": HEADS,
@@ -54,13 +75,21 @@ def recipe(options: Options) -> dict[str, Any]:
     }
 
 
-def small_model(options: Options, folder: Path, step_done: Callable[[int, float], None]) -> nn.Module:
-    """The trained model, from ``folder`` if it holds it already, else trained now and saved there.
+def small_model(options: PaperOptions, folder: Path, step_done: Callable[[int, float], None]) -> nn.Module:
+    """Load the trained model from ``folder``, or train it now and save it there.
 
     Args:
         options: text, longest length (the model's context), seed, steps, device.
         folder: a folder of transformers' format; replaced if it holds a model of another recipe.
         step_done: told of each step and its loss.
+
+    Returns:
+        The model in float32 and evaluation mode, on the device of the options.
+
+    Raises:
+        AttnmonError: the text is too short to be split, or the device cannot be used.
+
+    Source: ours; the paper measures GPT-2 124M.
     """
     wanted = recipe(options)
     if _holds(folder, wanted):
@@ -84,25 +113,13 @@ def _holds(folder: Path, wanted: dict[str, Any]) -> bool:
         return False
 
 
-def _train(options: Options, step_done: Callable[[int, float], None]) -> nn.Module:
+def _train(options: PaperOptions, step_done: Callable[[int, float], None]) -> nn.Module:
     length = options.longest
     text = torch.frombuffer(bytearray(options.text[: held_out(options)]), dtype=torch.uint8).long()
     with torch.random.fork_rng(devices=[]):  # weights are drawn from the global generator
         torch.manual_seed(options.seed)
-        model: Any = GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=256,
-                n_positions=length,
-                n_embd=DIM,
-                n_layer=LAYERS,
-                n_head=HEADS,
-                resid_pdrop=0.0,
-                embd_pdrop=0.0,
-                attn_pdrop=0.0,
-                bos_token_id=0,
-                eos_token_id=0,
-            )
-        )
+        # with a cache: whoever loads the folder may generate text
+        model: Any = tiny_gpt2(layers=LAYERS, heads=HEADS, width=DIM, length=length, use_cache=True)
     model = model.to(options.device)
     generator = torch.Generator().manual_seed(options.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)

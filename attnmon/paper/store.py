@@ -1,4 +1,4 @@
-"""Finished units and tables on disk: whatever is there is whole, so that a run that was stopped can go on.
+"""Finished units and tables on disk, every file of which is whole, so that a run that was stopped can go on.
 
 A unit is one experiment at one length on one chunk of text; its numbers are one CSV file under ``units/``, written
 aside and renamed. ``settings.json`` says what all units of the folder depend on.
@@ -34,7 +34,9 @@ class Store:
         restart: drop units that were made with other settings.
 
     Raises:
-        AttnmonError: the folder holds units of other settings, and not ``restart``; or it cannot be written.
+        AttnmonError: the folder holds units of other settings and ``restart`` is not set, or it cannot be written.
+
+    Source: ours.
     """
 
     def __init__(self, out: Path, settings: Mapping[str, Any], restart: bool = False) -> None:
@@ -57,15 +59,19 @@ class Store:
         write_atomic(out / SETTINGS, json.dumps(dict(settings), indent=1) + "\n")
 
     def has(self, experiment: str, length: int, chunk: int) -> bool:
-        """Whether a unit is finished."""
+        """Tell whether a unit is finished."""
         return self._path(experiment, length, chunk).exists()
 
     def save(self, experiment: str, length: int, chunk: int, records: Sequence[Record]) -> None:
-        """Store a finished unit; it is there as a whole or not at all."""
+        """Store a finished unit, as a whole or not at all.
+
+        Raises:
+            AttnmonError: the file cannot be written.
+        """
         write_atomic(self._path(experiment, length, chunk), to_csv(records))
 
     def load(self, experiment: str, length: int, chunk: int) -> list[Record]:
-        """The records of a finished unit."""
+        """Read the records of a finished unit."""
         return read_csv(self._path(experiment, length, chunk))
 
     def _path(self, experiment: str, length: int, chunk: int) -> Path:
@@ -82,10 +88,16 @@ class Store:
 
 
 def check_writable(out: Path, option: str = "--out") -> None:
-    """Whether ``out`` is, or can be made, a folder to write in; makes nothing.
+    """Refuse a path that is not, and cannot become, a folder to write in; create nothing.
+
+    Args:
+        out: the path.
+        option: what messages call it.
 
     Raises:
-        AttnmonError: it is not.
+        AttnmonError: it is a file, lies below one, or may not be written.
+
+    Source: ours.
     """
     parent = out
     while not os.path.exists(parent) and parent != parent.parent:
@@ -99,8 +111,14 @@ def check_writable(out: Path, option: str = "--out") -> None:
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Write a file under its final name only once it is whole.
 
+    Args:
+        path: the final name, in a folder that exists.
+        content: text (written as UTF-8) or bytes.
+
     Raises:
         AttnmonError: it cannot be written; an older file of that name is as it was.
+
+    Source: ours.
     """
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     data = content.encode() if isinstance(content, str) else content
@@ -114,7 +132,21 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def write_table(folder: Path, name: str, records: Sequence[Record]) -> list[Path]:
-    """``name``.csv, and ``name``.parquet where pyarrow is installed; what was written."""
+    """Write a table as CSV, and as Parquet where pyarrow is installed.
+
+    Args:
+        folder: where to; it must exist.
+        name: of the files, without a suffix.
+        records: rows of the same columns.
+
+    Returns:
+        The files.
+
+    Raises:
+        AttnmonError: a file cannot be written.
+
+    Source: ours.
+    """
     paths = [folder / f"{name}.csv"]
     write_atomic(paths[0], to_csv(records))
     try:
@@ -130,7 +162,16 @@ def write_table(folder: Path, name: str, records: Sequence[Record]) -> list[Path
 
 
 def to_csv(records: Sequence[Record]) -> str:
-    """Records of the same columns as CSV; floats keep every digit."""
+    """Format records as CSV; floats keep every digit.
+
+    Args:
+        records: rows of the same columns.
+
+    Returns:
+        The text of the file, its header first.
+
+    Source: ours.
+    """
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=list(records[0]) if records else [], lineterminator="\n")
     writer.writeheader()
@@ -139,7 +180,19 @@ def to_csv(records: Sequence[Record]) -> str:
 
 
 def read_csv(path: Path) -> list[Record]:
-    """What ``to_csv`` wrote: numbers as numbers, an empty cell as None."""
+    """Read what ``to_csv`` formatted.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        Records; numbers as numbers, an empty cell as None.
+
+    Raises:
+        OSError: the file cannot be read.
+
+    Source: ours.
+    """
     with path.open(newline="") as file:
         return [{name: _cell(name, text) for name, text in row.items()} for row in csv.DictReader(file)]
 

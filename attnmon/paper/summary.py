@@ -20,7 +20,7 @@ _COUNTS = "rows"
 
 
 def merge_chunks(records: Iterable[Record], keys: Sequence[str]) -> list[Record]:
-    """One record a head and setting: means weighted by rows, counts added, maxima taken.
+    """Merge records over chunks to one for each head and setting: means weighted by rows, counts added, maxima taken.
 
     Args:
         records: of one experiment; columns ending in ``_count`` are counts, in ``_max`` maxima, in ``_least`` minima,
@@ -29,6 +29,8 @@ def merge_chunks(records: Iterable[Record], keys: Sequence[str]) -> list[Record]
 
     Returns:
         Records of the same columns but ``chunk``, in the order of their first appearance.
+
+    Source: paper, which averages over rows and gives one number for each layer and head; the merging is ours.
     """
     groups: dict[tuple[Any, ...], list[Record]] = defaultdict(list)
     for record in records:
@@ -62,12 +64,16 @@ def _merged(group: list[Record], keys: Sequence[str]) -> Record:
 
 @dataclass(frozen=True)
 class Curve:
-    """A quantity over a setting: mean over heads, and the middle half of them.
+    """A quantity over a setting, as the mean and the middle half of the heads.
 
     Attributes:
-        x: [points], the setting.
-        mean, low, high: [points]: mean, first and third quartile over heads.
-        heads: [points, heads].
+        x: float64 [points], the setting.
+        mean: float64 [points], mean over heads.
+        low: float64 [points], first quartile over heads.
+        high: float64 [points], third quartile over heads.
+        heads: float64 [points, heads], NaN where a head has no row.
+
+    Source: ours.
     """
 
     x: Floats
@@ -78,10 +84,20 @@ class Curve:
 
 
 def curve(records: Iterable[Record], x: str, y: str) -> Curve:
-    """``y`` over ``x``, from records merged over chunks; heads in the order of the records.
+    """Collect ``y`` over ``x``, with heads in the order of the records.
 
     A head without a row at some point (its window is no wider than N) is NaN there and in no mean; a point at which
-    that is so of every head is left out.
+    no head has a row is left out.
+
+    Args:
+        records: merged over chunks.
+        x: column of the setting.
+        y: column of the quantity.
+
+    Returns:
+        The values, and their mean and quartiles over heads.
+
+    Source: ours.
     """
     columns: dict[float, list[float]] = defaultdict(list)
     for record in records:
@@ -94,16 +110,35 @@ def curve(records: Iterable[Record], x: str, y: str) -> Curve:
 
 @dataclass(frozen=True)
 class Line:
-    """y = slope x + intercept by least squares, and the share of the variance it explains."""
+    """A line y = slope x + intercept, fitted by least squares.
+
+    Attributes:
+        slope: of the line.
+        intercept: of the line.
+        r_squared: share of the variance that the line explains; NaN where y does not vary.
+        through_origin: slope of the fitted y = slope x.
+
+    Source: ours; the paper fits lines in experiments 1 and 3.
+    """
 
     slope: float
     intercept: float
     r_squared: float
-    through_origin: float  # slope of y = slope x
+    through_origin: float
 
 
 def fit_line(x: Floats, y: Floats) -> Line | None:
-    """Least squares; None with fewer than two points."""
+    """Fit a line by least squares.
+
+    Args:
+        x: float64 [points].
+        y: float64 [points].
+
+    Returns:
+        The line, or None with fewer than two points.
+
+    Source: ours.
+    """
     if len(x) < 2:
         return None
     slope, intercept = np.polyfit(x, y, 1)
@@ -118,14 +153,21 @@ def fit_line(x: Floats, y: Floats) -> Line | None:
 
 
 def separation_tests(records: Iterable[Record], level: float) -> list[Record]:
-    """The Kolmogorov-Smirnov test of every length and N of experiment 3.
+    """Run the Kolmogorov-Smirnov test at every length and N of experiment 3.
 
     Args:
         records: of experiment 3, merged over chunks.
-        level: significance level.
+        level: significance level, in (0, 1).
 
     Returns:
-        length, top_n, heads, statistic, p_value, separated (0 or 1), critical (1 at the first N that is not separated).
+        Records of length, top_n, heads, statistic, p_value, separated (0 or 1) and critical (1 at the first N that is
+        not separated).
+
+    Raises:
+        AttnmonError: the level is outside (0, 1).
+        MissingExtra: SciPy is absent.
+
+    Source: paper, Algorithm 3.
     """
     by_length: dict[int, list[Record]] = defaultdict(list)
     for record in records:
@@ -155,7 +197,16 @@ def separation_tests(records: Iterable[Record], level: float) -> list[Record]:
 
 
 def critical_points(tests: Iterable[Record]) -> tuple[Floats, Floats, list[int]]:
-    """(L, critical N) where there is one, and the lengths at which no N of the list was."""
+    """Collect the critical N of each length.
+
+    Args:
+        tests: what ``separation_tests`` returned.
+
+    Returns:
+        L and critical N, float64 [points] each, and the lengths at which no N of the list was critical.
+
+    Source: paper, experiment 3.
+    """
     lengths: dict[int, float | None] = {}
     for test in tests:
         lengths.setdefault(test["length"], None)
@@ -167,5 +218,15 @@ def critical_points(tests: Iterable[Record]) -> tuple[Floats, Floats, list[int]]
 
 
 def total(records: Iterable[Record], name: str) -> int:
-    """Sum of a count over all records."""
+    """Sum a count over all records.
+
+    Args:
+        records: of one experiment.
+        name: column of the count.
+
+    Returns:
+        The sum.
+
+    Source: ours.
+    """
     return int(sum(record[name] for record in records))

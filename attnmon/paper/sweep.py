@@ -1,4 +1,4 @@
-"""d~ of nested sets for many sizes N at once: what makes experiment 3 a matter of minutes.
+"""d~ of nested sets for many sizes N at once, which makes experiment 3 a matter of minutes.
 
 The sets of a row are the first N keys of one order: that of the weights (I_N) or a random one (then every set is a
 uniform draw of N keys). Each size costs two matrix products and one pass over a block of rows that stays in the cache;
@@ -18,36 +18,50 @@ _BLOCK = 128  # rows
 
 
 def weight_ranks(weights: Tensor, visible: Tensor) -> Tensor:
-    """Rank of each key by its weight, 0 for the largest; of equal weights the lowest index comes first.
+    """Rank the keys of each row by weight, 0 for the largest; of equal weights the lowest index comes first.
 
     Args:
-        weights: float [R, n].
+        weights: float [R, n], p.
         visible: bool [R, n].
 
     Returns:
         int32 [R, n]; -1 at hidden keys.
+
+    Source: paper, section 3, definition of I_N; the order of ties is ours.
     """
     order = torch.where(visible, weights, -1.0).argsort(dim=-1, descending=True, stable=True)
     return _ranks(order, visible)
 
 
 def random_ranks(visible: Tensor, generator: torch.Generator) -> Tensor:
-    """A random order of each row's visible keys; the same form as ``weight_ranks``."""
+    """Rank the visible keys of each row at random.
+
+    Args:
+        visible: bool [R, n].
+        generator: of the device of ``visible``; its state moves on.
+
+    Returns:
+        int32 [R, n]; -1 at hidden keys.
+
+    Source: paper, Theorem 1(2), for random sets; that the sets of one draw are nested is ours.
+    """
     lots = torch.rand(visible.shape, generator=generator, device=visible.device)
     return _ranks(torch.where(visible, lots, 2.0).argsort(dim=-1), visible)
 
 
 def nested_distances(weights: Tensor, tokens: Tensor, ranks: Tensor, sizes: Sequence[int]) -> Tensor:
-    """d~ of each row's first N keys, for every N of a list.
+    """Compute d~ of each row's first N keys, for every N of a list.
 
     Args:
-        weights: float32 [R, n], 0 at hidden keys; causal: row i reads keys 0 ... i + n - R at most.
-        tokens: float32 [n, E].
-        ranks: int32 [R, n], -1 at hidden keys.
-        sizes: N.
+        weights: float32 [R, n], p, 0 at hidden keys; causal: row i reads keys 0 ... i + n - R at most.
+        tokens: float32 [n, E], x.
+        ranks: int32 [R, n], order of the keys, -1 at hidden keys.
+        sizes: N, each at least 1.
 
     Returns:
         float64 [sizes, R]; 0 where a row sees no more than N keys.
+
+    Source: paper, section 3, definition of d~; Algorithms 1 to 3.
     """
     rows, keys = weights.shape
     found = torch.zeros(len(sizes), rows, dtype=torch.float64, device=weights.device)
@@ -72,17 +86,21 @@ def nested_distances(weights: Tensor, tokens: Tensor, ranks: Tensor, sizes: Sequ
 def expected_distances(
     weights: Tensor, tokens: Tensor, visible: Tensor, sizes: Sequence[int], draws: int, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Monte Carlo estimate of E[d~] of each row for every N, and the variance of that estimate.
+    """Estimate E[d~] of each row for every N by Monte Carlo, with the variance of the estimate.
 
     Args:
-        weights, tokens, sizes: as for ``nested_distances``.
+        weights: float32 [R, n], p, 0 at hidden keys; causal: row i reads keys 0 ... i + n - R at most.
+        tokens: float32 [n, E], x.
         visible: bool [R, n].
+        sizes: N, each at least 1.
         draws: random orders a row, at least 2. The sets of one order are nested, so the estimates of different N are
             not independent; those of different rows are.
         seed: of a generator of its own.
 
     Returns:
         float64 [sizes, R] each: mean over draws, and squared standard error (sample variance / draws).
+
+    Source: paper, Algorithms 1 to 3, which compare d~ with E[d~]; the estimator is ours.
     """
     generator = torch.Generator(device=weights.device).manual_seed(seed)
     drawn = torch.stack(

@@ -1,8 +1,8 @@
 """g(T, eps) and the exact norm of the softmax Jacobian of the same rows at many temperatures: experiment 5.
 
-The order of a row's logits, their distances from the largest and the direction of the step do not depend on T: they
+The order of a row's logits, their distances from the largest and the direction of the step do not depend on T, so they
 are found once. What remains for each T is float32 arithmetic: the solver of the live metric ``jacobian``, the small
-step of ``jacobian_fd``, and ``theory.jacobian.large_step``. ``attnmon.theory.jacobian`` is the definition; the tests
+step of ``jacobian_fd``, and ``theory.jacobian.large_move``. ``attnmon.theory.jacobian`` is the definition; the tests
 hold this file to it.
 """
 
@@ -13,11 +13,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attnmon.stats.streaming.eigenvalue import EIGENVALUE_CANDIDATES, scaled_eigenvalue
-from attnmon.stats.streaming.finite_step import EXPM1_LIMIT, small_step
-from attnmon.stats.streaming.row_inputs import HIDDEN
-from attnmon.stats.streaming.top_keys import largest, leading
-from attnmon.theory.jacobian import large_step
+from attnmon.stats.streaming import (
+    EIGENVALUE_CANDIDATES,
+    EXPM1_LIMIT,
+    HIDDEN,
+    largest,
+    leading,
+    scaled_eigenvalue,
+    small_step,
+)
+from attnmon.theory.jacobian import large_move
 
 _BLOCK = 512  # rows at a time: fewer waste less above the diagonal, but make threads wait for the interpreter
 _LEAST_EXPONENT = -86.0  # above float32's least normal number: exp is many times slower from there on
@@ -26,17 +31,20 @@ _LEAST_EXPONENT = -86.0  # above float32's least normal number: exp is many time
 def sensitivities(
     logits: Tensor, directions: Tensor, visible: Tensor, temperatures: Sequence[float], epsilons: Sequence[float]
 ) -> tuple[Tensor, Tensor]:
-    """``finite_difference`` and ``spectral_norm`` of causal rows.
+    """Compute ``finite_difference`` and ``spectral_norm`` of causal rows at many temperatures.
 
     Args:
         logits: float32 [R, R], l, standard scaled logits at temperature 1; finite at visible keys.
         directions: float32 [R, R]; scaled here to unit length over each row's visible keys.
         visible: bool [R, R], nothing above the diagonal; a row without a key is NaN.
-        temperatures, epsilons: T and eps.
+        temperatures: T, each > 0.
+        epsilons: eps, each > 0.
 
     Returns:
         g, float32 [temperatures, epsilons, R], and the norm, float32 [temperatures, R], to about five digits; a
         change of the weights below 1e-19 may count as 0.
+
+    Source: paper, Algorithm 5, for g; the exact norm is ours.
     """
     count = logits.shape[0]
     g = logits.new_empty(len(temperatures), len(epsilons), count)
@@ -68,7 +76,7 @@ class _Rows:
         self._v = v - v.gather(-1, self._largest)
 
     def cool(self, temperature: float) -> Tensor:
-        """Set T; the exact norm, [R]."""
+        """Set T and compute the exact norm, [R]."""
         self._temperature = temperature
         self._d = self._below / temperature
         d_top = self._top_below / temperature
@@ -83,11 +91,11 @@ class _Rows:
         return root / (1.0 + self._others) / temperature
 
     def step(self, epsilon: float) -> Tensor:
-        """g(T, eps), [R]."""
+        """Compute g(T, eps), [R]."""
         length = epsilon / self._temperature
         move = self._v * length
         if length > EXPM1_LIMIT:
-            return large_step(self._d, move, self._largest, self._rest, self._others) / epsilon
+            return large_move(self._d, move, self._largest, self._rest, self._others) / epsilon
         x = move.expm1_()
         moved = small_step(x, self._tail, self._index, self._e_top, self._tail_sum, self._tail_square, None)
         return moved / epsilon

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from attnmon.errors import AttnmonError
-from attnmon.paper.options import Options
+from attnmon.paper.options import PaperOptions
 
 _BYTES_A_TOKEN = 16  # more than any tokenizer makes of one token on average; if not, the whole text is read
 
 
-def tokenize(options: Options, tokenizer: Any, vocabulary: int) -> Tensor:
-    """The first ``options.tokens_needed`` tokens of the text.
+def tokenize(options: PaperOptions, tokenizer: Any, vocabulary: int) -> Tensor:
+    """Turn the text into its first ``options.tokens_needed`` tokens.
 
     Args:
         options: text and how much of it is needed.
-        tokenizer: of transformers, or None for bytes.
+        tokenizer: a tokenizer of transformers, or None for bytes.
         vocabulary: the model's number of tokens.
 
     Returns:
@@ -27,6 +27,8 @@ def tokenize(options: Options, tokenizer: Any, vocabulary: int) -> Tensor:
 
     Raises:
         AttnmonError: the text is too short, or has tokens that the model does not know.
+
+    Source: paper, experiments 1 to 5, which read consecutive pieces of one text.
     """
     needed = options.tokens_needed
     if tokenizer is None:
@@ -50,7 +52,16 @@ def tokenize(options: Options, tokenizer: Any, vocabulary: int) -> Tensor:
 
 
 def fingerprint(data: bytes) -> str:
-    """A short name of some bytes: 16 hexadecimal digits."""
+    """Hash some bytes to a short name.
+
+    Args:
+        data: any bytes.
+
+    Returns:
+        16 hexadecimal digits.
+
+    Source: ours.
+    """
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 

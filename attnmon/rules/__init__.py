@@ -1,6 +1,6 @@
-"""Alert rules: pure functions from snapshots to alerts, with patience, hysteresis and the head's own baseline.
+"""Alert rules: from snapshots to alerts, with patience, hysteresis and the head's own baseline.
 
-Imports numpy and the standard library only.
+The rules need numpy and the standard library only.
 """
 
 from attnmon.rules.base import Rule

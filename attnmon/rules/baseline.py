@@ -1,4 +1,4 @@
-"""A head's own normal level: median and robust spread over a window that ends some steps ago."""
+"""A head's own normal level: median and robust spread over a window that ends some steps in the past."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ class LaggedWindow:
     """Median and sd = max(1.4826 * MAD, sd_floor) of the ``window`` newest values that are older than ``gap`` values.
 
     The gap keeps a fault that is just beginning out of the level it is compared with. Windows count accepted values
-    of each head, not steps. Memory is bounded: window + gap float32 numbers per head.
+    of each head, not steps. A head takes window + gap float32 numbers of memory.
 
     Median and sd are computed anew at every ``refresh``-th accepted value of a head, not at each: they lag by
-    ``gap`` anyway, and this is most of the cost of a rule.
+    ``gap`` anyway, and computing them is most of the cost of a rule.
 
     State: ``delay`` float32 [heads, gap] and ``window`` float32 [heads, window], rings; ``seen`` int64 [heads],
     accepted values so far; ``median`` and ``sd`` float64 [heads], sd = 0 while there is no baseline yet.
 
     Attributes:
-        window, gap: in values.
-        min_history: values in the window from which on there is a baseline.
-        sd_floor: in units of the values.
+        window: in values.
+        gap: in values.
+        min_history: values that the window must contain before there is a baseline.
+        sd_floor: least sd, in units of the values.
         refresh: in values.
     """
 
@@ -38,6 +39,7 @@ class LaggedWindow:
     refresh: int
 
     def new_state(self, num_heads: int) -> State:
+        """Return the state of heads without any accepted value."""
         return {
             "delay": np.zeros((num_heads, self.gap), dtype=np.float32),
             "window": np.zeros((num_heads, self.window), dtype=np.float32),
@@ -47,7 +49,7 @@ class LaggedWindow:
         }
 
     def push(self, state: State, values: NDArray[np.float64], accept: Mask) -> None:
-        """Take in one value of each head of ``accept``; those values must be finite."""
+        """Add one value of each head of ``accept`` to ``state``, in place; those values must be finite."""
         heads = np.flatnonzero(accept)
         if heads.size == 0:
             return
@@ -68,7 +70,7 @@ class LaggedWindow:
             self._refresh(state, heads[due], np.minimum(history[due], self.window))
 
     def _refresh(self, state: State, heads: NDArray[np.intp], history: NDArray[np.int64]) -> None:
-        """Median and spread of these heads, the first ``history`` places of whose window are filled."""
+        """Compute median and sd of ``heads``, whose windows are filled in their first ``history`` places."""
         values = state["window"][heads]
         if int(history.min()) < self.window:
             values[np.arange(self.window) >= history[:, None]] = np.inf  # empty places sort behind the filled ones
@@ -79,7 +81,7 @@ class LaggedWindow:
 
 
 def _medians(values: NDArray[np.float32], history: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Median of the ``history`` smallest values of every row, float64 [rows]."""
+    """Return the median of the ``history`` smallest values of every row, float64 [rows]."""
     ordered = np.sort(values, axis=1)
     every = np.arange(len(ordered))
     middle: NDArray[np.float64] = ordered[every, (history - 1) // 2].astype(np.float64)

@@ -1,4 +1,4 @@
-"""The flat order of heads: every module's heads side by side, so that a rule works on one array."""
+"""The flat order of heads: the heads of all modules in one array, so that a rule needs no loop over modules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ CountVector = NDArray[np.int64]
 
 
 class HeadIndex:
-    """Which slots of a flat array belong to which module. Modules keep the order in which they appeared."""
+    """Which slots of a flat array belong to which module. Modules keep the order in which they were added.
+
+    Attributes:
+        slots: module path -> slice of the flat order.
+        total: number of heads of all modules together.
+    """
 
     def __init__(self) -> None:
         self.slots: dict[str, slice] = {}
@@ -23,38 +28,27 @@ class HeadIndex:
         self._module_of: list[tuple[str, int]] = []
 
     def add(self, path: str, num_heads: int) -> None:
-        """Append a module that is not in the index."""
+        """Append a module that the index does not contain yet."""
         self.slots[path] = slice(self.total, self.total + num_heads)
         self.total += num_heads
         self._module_of.extend((path, head) for head in range(num_heads))
 
     def num_heads(self, path: str) -> int:
-        """Heads of a module of the index."""
+        """Return the number of heads of a module of the index."""
         slot = self.slots[path]
         return int(slot.stop - slot.start)
 
     def locate(self, position: int) -> tuple[str, int]:
-        """The module path and head at a flat position."""
+        """Return the module path and the head within it at a flat position."""
         return self._module_of[position]
 
 
-def count_heads(snapshot: Snapshot, path: str) -> int:
-    """Heads of a module in this snapshot; 0 if the snapshot holds nothing about it."""
-    rows = snapshot.rows.get(path)
-    if rows is not None:
-        return len(rows)
-    for by_path in snapshot.values.values():
-        if path in by_path:
-            return len(by_path[path])
-    return 0
-
-
-class Frame:
-    """One snapshot in the flat order of heads: what a rule sees of a step.
+class FlatHeads:
+    """One snapshot in the flat order of heads: all that a rule sees of a step.
 
     Attributes:
         step: the optimizer step.
-        total: number of heads, all modules together.
+        total: number of heads of all modules together.
     """
 
     def __init__(self, snapshot: Snapshot, index: HeadIndex) -> None:
@@ -65,7 +59,7 @@ class Frame:
         self._values: dict[str, FloatVector] = {}
 
     def metric(self, name: str) -> FloatVector | None:
-        """float64 [total], NaN where the snapshot has no number; None if it lacks the metric altogether.
+        """Return a metric as float64 [total], NaN where the snapshot has no number; None if it lacks the metric.
 
         The array is shared between rules: do not write into it.
         """
@@ -80,13 +74,13 @@ class Frame:
         return values
 
     def rows(self) -> CountVector:
-        """int64 [total]: rows that entered the statistics."""
+        """Return the counts of rows that entered the statistics, int64 [total]."""
         counts = np.zeros(self.total, dtype=np.int64)
         self._gather(self._snapshot.rows, counts)
         return counts
 
     def excluded(self, reason: str) -> CountVector | None:
-        """int64 [total]: rows left out for this reason; None if the snapshot does not count it."""
+        """Return the counts of rows left out for a reason, int64 [total]; None if the snapshot does not count it."""
         by_path = self._snapshot.excluded_by_reason.get(reason)
         if by_path is None:
             return None

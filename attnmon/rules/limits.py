@@ -1,12 +1,12 @@
 """Rules with an absolute limit: ceiling of the largest logit, low effective temperature.
 
-Defaults are those of a trial of 126 runs (small pre-LN and post-LN transformers): on the ten healthy runs that were
-kept for checking, 125,000 head-steps, the ceiling gave no false alarm and low temperature gave one.
+Defaults come from a trial of 126 runs (small pre-LN and post-LN transformers). On the ten healthy runs that were kept
+for checking (125,000 head-steps), the ceiling gave no false alarm and low temperature gave one.
 
-Healthy pretrained heads may sit beyond an absolute limit (a MiniLM head: largest logit 75, effective temperature
-0.06). A head that does so in its first measured steps *starts hot*: that is told once, severity "info", and from
-then on, for as long as the state lives, its limits are ``hot_factor`` times its own starting level, where that is
-further out. Such a note is not an open alert.
+Healthy pretrained heads may be beyond an absolute limit (a MiniLM head: largest logit 75, effective temperature
+0.06). A head that is beyond it in its first measured steps *starts hot*. The rule reports that once, with severity
+"info", which opens no alert. From then on, for as long as the state lives, the head's limits are ``hot_factor`` times
+its own starting level wherever that is further out.
 """
 
 from __future__ import annotations
@@ -18,54 +18,58 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from attnmon.checks import check_number, check_whole
 from attnmon.errors import AttnmonError
-from attnmon.rules.base import Hit, Rule, State, check_count, check_number, digits
-from attnmon.rules.debounce import Debounce
-from attnmon.rules.heads import FloatVector, Frame
+from attnmon.rules.base import Hit, State, digits
+from attnmon.rules.debounce import Debounce, PatientRule
+from attnmon.rules.heads import FlatHeads, FloatVector
 from attnmon.rules.start import HotStart
 
 
-class LimitRule(Rule):
-    """Shared by rules with absolute limits on a *signal*, a number that is larger the worse it is."""
+@dataclass(frozen=True, kw_only=True)
+class LimitRule(PatientRule):
+    """Base of rules with absolute limits on a *signal*, a number that is larger the worse it is.
 
-    __slots__ = ()
+    Attributes:
+        clear_fraction: an alert closes when the signal is below this fraction of the head's lowest limit. Default 0.9.
+        start_steps: measured steps that decide whether a head starts hot. Default 5.
+        hot_factor: the lowest limit of a hot head is its starting level times this; higher limits keep their ratio
+            to the lowest. Greater than 1. Default 1.5.
+
+    ``patience`` and ``clear_steps`` are documented in ``attnmon.rules.debounce``.
+    """
 
     severities: ClassVar[tuple[str, ...]]
-    patience: int
-    clear_fraction: float
-    clear_steps: int
-    start_steps: int
-    hot_factor: float
+    clear_fraction: float = 0.9
+    start_steps: int = 5
+    hot_factor: float = 1.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole(self._option("start_steps"), self.start_steps)
+        check_number(self._option("hot_factor"), self.hot_factor, above=1.0)
 
     @property
     @abstractmethod
     def limits(self) -> tuple[float, ...]:
-        """Limits of the signal, lowest first, one for each of ``severities``."""
+        """The limits of the signal, lowest first, one for each of ``severities``."""
 
     @abstractmethod
     def signal(self, values: FloatVector) -> FloatVector:
-        """The signal of the metric's values; NaN where there is no data."""
+        """Convert values of the metric to the signal; NaN where there is no data."""
 
     @abstractmethod
     def value(self, signal: float) -> float:
-        """The metric's value of a signal; inverse of ``signal``."""
+        """Convert a signal back to a value of the metric; inverse of ``signal``."""
 
-    def _check_common(self) -> None:
-        rule = type(self).__name__
-        check_count(rule, "patience", self.patience)
-        check_count(rule, "clear_steps", self.clear_steps)
-        check_count(rule, "start_steps", self.start_steps)
-        check_number(rule, "clear_fraction", self.clear_fraction, below=1.0, closed=True)
-        check_number(rule, "hot_factor", self.hot_factor, above=1.0)
-
-    def _gate(self) -> Debounce:
+    def _debounce(self) -> Debounce:
         return Debounce(self.patience, self.clear_steps, len(self.severities))
 
     def new_state(self, num_heads: int) -> State:
-        return {**self._gate().new_state(num_heads), **HotStart(self.start_steps).new_state(num_heads)}
+        return {**super().new_state(num_heads), **HotStart(self.start_steps).new_state(num_heads)}
 
-    def step(self, frame: Frame, state: State) -> list[Hit]:
-        values = frame.metric(self.metric)
+    def step(self, heads: FlatHeads, state: State) -> list[Hit]:
+        values = heads.metric(self.metric)
         if values is None:
             return []
         signal = self.signal(values)
@@ -73,11 +77,11 @@ class LimitRule(Rule):
         start = HotStart(self.start_steps)
         hits: list[Hit] = []
         for position in start.step(state, measured, signal, self.limits[0]).tolist():
-            state["run"][position] = 0  # its limits change here
+            state["run"][position] = 0  # its limits change at this step
             level = self.value(float(state["start_level"][position]))
             hits.append(Hit(position, "info", float(values[position]), level, self.value(self.limits[0])))
         limits = self._limits_of_heads(state["start_level"])
-        risen, levels = self._gate().step(
+        risen, levels = self._debounce().step(
             state,
             measured,
             [signal > limit for limit in limits],
@@ -98,12 +102,12 @@ class LimitRule(Rule):
         return hits
 
     def _limits_of_heads(self, start_level: NDArray[np.float64]) -> list[FloatVector]:
-        """Per level, the limit of every head's signal; a hot head's levels keep their ratio."""
+        """Return, per level, the limit of every head's signal [heads]; the levels of a hot head keep their ratio."""
         lowest = self.limits[0]
         scale = np.maximum(start_level * (self.hot_factor / lowest), 1.0)
         return [limit * scale for limit in self.limits]
 
-    def _told_hot(self, hit: Hit, word: str) -> str:
+    def _hot_start_text(self, hit: Hit, word: str) -> str:
         assert hit.baseline is not None
         level = self.signal(np.array([hit.baseline]))[0]
         further = self.value(max(self.limits[0], float(level) * self.hot_factor))
@@ -114,22 +118,23 @@ class LimitRule(Rule):
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Ceiling(LimitRule):
-    """The largest logit of a head is very large.
+    """Reports a head whose largest logit is very large: "warning", then "critical".
+
+    The rule reads logits after the softcap, so it can never fire where the softcap is below its limit.
 
     Attributes:
-        warning: limit of ``max_logit``, in logits. Default 50.
-        critical: the second limit, in logits. Default 100. Passing it is one further alert.
-        patience: measured steps in a row beyond a limit before it alarms. Default 5.
-        clear_fraction: the alert closes below this fraction of the (head's) warning limit ... Default 0.9.
-        clear_steps: ... for so many measured steps in a row; then it can fire again. Default 5.
-        start_steps: measured steps that decide whether a head starts hot. Default 5.
-        hot_factor: a hot head's warning limit is this times its starting level, its critical limit
-            ``critical / warning`` times that. Default 1.5.
+        warning: first limit of ``max_logit``, in logits. Default 50.
+        critical: second limit, in logits; greater than ``warning``. Passing it is one further alert. Default 100.
 
-    Source: trial of 126 runs. 28 to 107 steps ahead of the loss spike on learning-rate ramps; never fired with qk-norm.
-    It reads logits after the softcap, so it is idle where a softcap is below the limit.
+    The other options (keywords only) are documented in ``attnmon.rules.limits.LimitRule``.
+
+    Raises:
+        AttnmonError: an option is out of range.
+
+    Source: trial of 126 runs. The rule fired 28 to 107 steps ahead of the loss spike on learning-rate ramps, and never
+    with qk-norm.
     """
 
     name: ClassVar[str] = "ceiling"
@@ -139,20 +144,15 @@ class Ceiling(LimitRule):
 
     warning: float = 50.0
     critical: float = 100.0
-    patience: int = 5
-    clear_fraction: float = 0.9
-    clear_steps: int = 5
-    start_steps: int = 5
-    hot_factor: float = 1.5
 
     def __post_init__(self) -> None:
-        check_number("Ceiling", "warning", self.warning)
-        check_number("Ceiling", "critical", self.critical)
+        super().__post_init__()
+        check_number(self._option("warning"), self.warning)
+        check_number(self._option("critical"), self.critical)
         if self.critical <= self.warning:
             raise AttnmonError(
-                f"Ceiling: critical must be larger than warning ({self.warning:g}), not {self.critical!r}"
+                f"{self._option('critical')} must be larger than warning ({self.warning:g}); got {self.critical!r}"
             )
-        self._check_common()
 
     @property
     def limits(self) -> tuple[float, ...]:
@@ -166,7 +166,7 @@ class Ceiling(LimitRule):
 
     def describe(self, hit: Hit) -> str:
         if hit.severity == "info":
-            return self._told_hot(hit, "above")
+            return self._hot_start_text(hit, "above")
         started = "" if hit.baseline is None else f"; it started at {digits(hit.baseline)}"
         return (
             f"max_logit is {digits(hit.value)}, above {digits(hit.threshold)} for {self.patience} measured steps in a "
@@ -175,20 +175,24 @@ class Ceiling(LimitRule):
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LowTemperature(LimitRule):
-    """The logits of a head spread so far that its softmax is close to one-hot. Advisory: "warning" at most.
+    """Reports a head whose logits spread so far that its softmax is close to one-hot. Advisory: "warning" at most.
+
+    The signal is 1 / ``effective_temperature``. An alert therefore closes above ``limit / clear_fraction``, and a hot
+    head alarms below its starting level divided by ``hot_factor``. An infinite temperature (all logits equal) counts
+    as a measurement that is not low.
 
     Attributes:
         limit: of ``effective_temperature`` (dimensionless). Default 0.1: a logit standard deviation of 10.
-        patience: measured steps in a row below the limit before it alarms. Default 5.
-        clear_fraction: the alert closes above limit / clear_fraction ... Default 0.9.
-        clear_steps: ... for so many measured steps in a row; then it can fire again. Default 5.
-        start_steps: measured steps that decide whether a head starts hot. Default 5.
-        hot_factor: a hot head alarms below its starting level divided by this. Default 1.5.
 
-    An infinite temperature (all logits equal) is a measurement, and not low.
-    Source: trial of 126 runs; the paper's advice to avoid T < 0.1 (arXiv 2508.17821).
+    The other options (keywords only) are documented in ``attnmon.rules.limits.LimitRule``.
+
+    Raises:
+        AttnmonError: an option is out of range.
+
+    Source: trial of 126 runs; the advice to avoid T < 0.1 in "Limitations of Normalization in Attention Mechanism"
+    (arXiv 2508.17821).
     """
 
     name: ClassVar[str] = "low_temperature"
@@ -197,15 +201,10 @@ class LowTemperature(LimitRule):
     severities: ClassVar[tuple[str, ...]] = ("warning",)
 
     limit: float = 0.1
-    patience: int = 5
-    clear_fraction: float = 0.9
-    clear_steps: int = 5
-    start_steps: int = 5
-    hot_factor: float = 1.5
 
     def __post_init__(self) -> None:
-        check_number("LowTemperature", "limit", self.limit)
-        self._check_common()
+        super().__post_init__()
+        check_number(self._option("limit"), self.limit)
 
     @property
     def limits(self) -> tuple[float, ...]:
@@ -220,7 +219,7 @@ class LowTemperature(LimitRule):
 
     def describe(self, hit: Hit) -> str:
         if hit.severity == "info":
-            return self._told_hot(hit, "below")
+            return self._hot_start_text(hit, "below")
         started = "" if hit.baseline is None else f"; it started at {digits(hit.baseline)}"
         return (
             f"effective_temperature is {digits(hit.value)} (logit standard deviation {digits(1.0 / hit.value)}), below "

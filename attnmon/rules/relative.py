@@ -1,96 +1,108 @@
 """Rules relative to the head's own normal level: growth of the largest logit, attention becoming uniform.
 
-Both compare a transformed metric x with a lagged window of the head's own past: z = (x - median) / sd, sd = 1.4826 *
-MAD of the window, at least ``sd_floor``. Windows count measured steps. Defaults are those of a trial of 126 runs: on
-the ten healthy runs kept for checking, 125,000 head-steps, growth gave no false alarm, uniform four (all in one run).
-A lagged window is blind to slow ramps, and to runs that are bad from the start.
+Both rules compare a transformed metric x with a lagged window of the head's own past: z = (x - median) / sd, where
+sd = 1.4826 * MAD of the window, at least ``sd_floor``. Windows count measured steps. Defaults come from a trial of 126
+runs: on the ten healthy runs kept for checking (125,000 head-steps), growth gave no false alarm and uniform gave four
+(all in one run). A lagged window cannot see slow ramps, nor a run that is bad from the start.
 
-While an alert is open only every ``relearn_every``-th value of that head enters its window: a fault does not become
-the new normal quickly, and a lasting change does in the end. With the defaults growth accepts a new level after about
-1,200 measured steps, uniform after about 1,000; the alert then closes.
+While an alert is open, only every ``relearn_every``-th value of that head enters its window: a fault does not become
+the new normal quickly, but a lasting change does in the end. With the defaults, growth accepts a new level after about
+1,200 measured steps and uniform after about 1,000; the alert then closes.
 """
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
 import numpy as np
 
+from attnmon.checks import check_number, check_whole
 from attnmon.errors import AttnmonError
-from attnmon.rules.base import Hit, Rule, State, check_count, check_number, digits
+from attnmon.rules.base import Hit, State, digits
 from attnmon.rules.baseline import LaggedWindow
-from attnmon.rules.debounce import Debounce, Mask
-from attnmon.rules.heads import FloatVector, Frame
+from attnmon.rules.debounce import Mask, PatientRule
+from attnmon.rules.heads import FlatHeads, FloatVector
 
 
-class RelativeRule(Rule):
-    """Shared by rules that compare a head with its own lagged window. State adds ``open_steps`` int64 [heads]."""
+@dataclass(frozen=True)
+class RelativeRule(PatientRule):
+    """Base of rules that compare a head with its own lagged window. State adds ``open_steps`` int64 [heads].
 
-    __slots__ = ()
+    Attributes:
+        limit: of z.
+        clear_fraction: an alert closes when z is below this fraction of ``limit``. Default 0.5.
+        warmup_steps: the rule is armed from optimizer step ``2 * warmup_steps`` on.
+        window: length of the window, in measured steps.
+        gap: how many of the newest measured steps the window leaves out.
+        min_history: values that the window must contain before it is used; at least 2, at most ``window``. Default
+            None, the whole window: the rule is armed from measured step ``window + gap`` of a head on. A window
+            that reaches back to before the heads began to learn is too narrow a normal, and healthy young runs alarm.
+        sd_floor: least sd of x. Default 0.05.
+        refresh_every: median and sd are computed anew once per this many measured steps. Default 10.
+        relearn_every: while an alert is open, one value in this many enters the window. Default 10.
+
+    ``patience`` and ``clear_steps`` are documented in ``attnmon.rules.debounce``.
+    """
 
     limit: float
-    patience: int
-    clear_fraction: float
-    clear_steps: int
+    _: KW_ONLY
+    clear_fraction: float = 0.5
     warmup_steps: int
     window: int
     gap: int
-    min_history: int | None
-    sd_floor: float
-    refresh_every: int
-    relearn_every: int
+    min_history: int | None = None
+    sd_floor: float = 0.05
+    refresh_every: int = 10
+    relearn_every: int = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("limit", "sd_floor"):
+            check_number(self._option(name), getattr(self, name))
+        for name in ("window", "gap", "refresh_every", "relearn_every"):
+            check_whole(self._option(name), getattr(self, name))
+        check_whole(self._option("warmup_steps"), self.warmup_steps, least=0)
+        check_whole(self._option("min_history"), self.min_history, least=2, none_means="the whole window")
+        if self.min_history is not None and self.min_history > self.window:
+            raise AttnmonError(
+                f"{self._option('min_history')} must be at most window ({self.window}); got {self.min_history!r}"
+            )
 
     @abstractmethod
     def transform(self, values: FloatVector) -> FloatVector:
-        """x of the metric's values; not finite where there is no data."""
+        """Convert values of the metric to x; not finite where there is no data."""
 
     @abstractmethod
     def value(self, x: float) -> float:
-        """The metric's value of an x."""
+        """Convert an x back to a value of the metric."""
 
     def enters_baseline(self, x: FloatVector) -> Mask:
-        """Which values say something of a head's normal level."""
+        """Return which values may enter the window, [heads]; all of them unless a rule says otherwise."""
         return np.ones(x.shape, dtype=np.bool_)
-
-    def _check_common(self) -> None:
-        rule = type(self).__name__
-        check_number(rule, "limit", self.limit)
-        check_number(rule, "sd_floor", self.sd_floor)
-        check_number(rule, "clear_fraction", self.clear_fraction, below=1.0, closed=True)
-        if self.min_history is not None:
-            check_count(rule, "min_history", self.min_history, minimum=2)
-        check_count(rule, "warmup_steps", self.warmup_steps, minimum=0)
-        for name in ("patience", "clear_steps", "window", "gap", "refresh_every", "relearn_every"):
-            check_count(rule, name, getattr(self, name))
-        if self.min_history is not None and self.min_history > self.window:
-            raise AttnmonError(f"{rule}: min_history must be at most window ({self.window}), not {self.min_history!r}")
-
-    def _gate(self) -> Debounce:
-        return Debounce(self.patience, self.clear_steps)
 
     def _baseline(self) -> LaggedWindow:
         return LaggedWindow(self.window, self.gap, self.min_history or self.window, self.sd_floor, self.refresh_every)
 
     def new_state(self, num_heads: int) -> State:
         return {
-            **self._gate().new_state(num_heads),
+            **super().new_state(num_heads),
             **self._baseline().new_state(num_heads),
             "open_steps": np.zeros(num_heads, dtype=np.int64),
         }
 
-    def step(self, frame: Frame, state: State) -> list[Hit]:
-        values = frame.metric(self.metric)
+    def step(self, heads: FlatHeads, state: State) -> list[Hit]:
+        values = heads.metric(self.metric)
         if values is None:
             return []
         x = self.transform(values)
         measured = np.isfinite(x)
         median, margin = state["median"], self.limit * state["sd"]
-        armed = measured & (margin > 0.0) & (frame.step >= 2 * self.warmup_steps)
+        armed = measured & (margin > 0.0) & (heads.step >= 2 * self.warmup_steps)
         limit = median + margin
-        risen, _ = self._gate().step(state, armed, [x > limit], x < median + self.clear_fraction * margin)
+        risen, _ = self._debounce().step(state, armed, [x > limit], x < median + self.clear_fraction * margin)
         hits = [
             Hit(
                 position,
@@ -111,28 +123,26 @@ class RelativeRule(Rule):
         return hits
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Growth(RelativeRule):
-    """The largest logit of a head grows far out of the head's own range. x = ln(max(max_logit, floor)).
+    """Reports a head whose largest logit grows far out of its own range. x = ln(max(max_logit, floor)).
 
     Attributes:
-        limit: of z. Default 8.
-        patience: measured steps in a row beyond the limit before it alarms. Default 5.
-        clear_fraction: the alert closes at z below this fraction of ``limit`` ... Default 0.5.
-        clear_steps: ... for so many measured steps in a row; then it can fire again. Default 5.
-        warmup_steps: optimizer steps of the run's learning-rate warm-up; the rule is armed from step
-            2 * warmup_steps on. Default 100; give the run's own figure if it is longer.
-        window, gap: in measured steps. Default 200 and 20.
-        min_history: values in the window before it is used. Default None, the whole window, so that the rule is
-            armed from a head's 220th measured step on: a window that reaches back to before the heads began
-            to learn is too narrow a normal, and healthy young runs alarm.
-        sd_floor: least sd of x. Default 0.05: it takes a factor of at least exp(8 * 0.05) = 1.49.
-        floor: in logits; smaller (and negative) values count as this, and enter no baseline. Default 1: a head
-            whose logits stay below has not begun to attend, and from there every healthy head grows.
-        refresh_every: in measured steps, how often median and sd are computed anew. Default 10.
-        relearn_every: while open, one value in so many enters the window. Default 10.
+        limit: of z. Default 8; with the default ``sd_floor`` it takes a growth by at least exp(8 * 0.05) = 1.49.
+        warmup_steps: optimizer steps of the run's learning-rate warm-up; give the run's own number if it is longer
+            than the default. Default 100.
+        window: in measured steps. Default 200.
+        gap: in measured steps. Default 20.
+        floor: in logits. A smaller (or negative) value counts as this and does not enter the window. Default 1: a
+            head whose logits stay below has not begun to attend, and every healthy head grows from there.
 
-    Source: trial of 126 runs. 56 to 123 steps ahead of the loss spike on learning-rate ramps, 72 with qk-norm.
+    The other options are documented in ``attnmon.rules.relative.RelativeRule``; all but ``limit`` are keywords only.
+
+    Raises:
+        AttnmonError: an option is out of range.
+
+    Source: trial of 126 runs. The rule fired 56 to 123 steps ahead of the loss spike on learning-rate ramps, and 72
+    steps ahead with qk-norm.
     """
 
     name: ClassVar[str] = "growth"
@@ -140,21 +150,15 @@ class Growth(RelativeRule):
     metrics: ClassVar[tuple[str, ...]] = ("max_logit",)
 
     limit: float = 8.0
-    patience: int = 5
-    clear_fraction: float = 0.5
-    clear_steps: int = 5
+    _: KW_ONLY
     warmup_steps: int = 100
     window: int = 200
     gap: int = 20
-    min_history: int | None = None
-    sd_floor: float = 0.05
     floor: float = 1.0
-    refresh_every: int = 10
-    relearn_every: int = 10
 
     def __post_init__(self) -> None:
-        self._check_common()
-        check_number("Growth", "floor", self.floor)
+        super().__post_init__()
+        check_number(self._option("floor"), self.floor)
 
     def transform(self, values: FloatVector) -> FloatVector:
         return np.log(np.where(np.isneginf(values), np.nan, np.maximum(values, self.floor)))
@@ -174,26 +178,25 @@ class Growth(RelativeRule):
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Uniform(RelativeRule):
-    """A head's attention becomes more uniform than its own normal level (saturation). x = logit of ``entropy_norm``.
+    """Reports a head whose attention becomes more uniform than is normal for it. x = logit of ``entropy_norm``.
 
     Attributes:
         limit: of z. Default 5.
-        patience: measured steps in a row beyond the limit before it alarms. Default 5.
-        clear_fraction: the alert closes at z below this fraction of ``limit`` ... Default 0.5.
-        clear_steps: ... for so many measured steps in a row; then it can fire again. Default 5.
-        warmup_steps: the rule is armed from optimizer step 2 * warmup_steps on. Default 0.
-        window, gap: in measured steps. Default 100 and 50.
-        min_history: values in the window before it is used. Default None, the whole window, so that the rule is
-            armed from a head's 150th measured step on.
-        sd_floor: least sd of x. Default 0.05.
-        clip: entropy_norm is clipped to [clip, 1 - clip]. Default 0.01: changes among heads that are all but
-            one-hot, or all but uniform, are nothing to tell. A head whose normal level is that high cannot alarm.
-        refresh_every: in measured steps, how often median and sd are computed anew. Default 10.
-        relearn_every: while open, one value in so many enters the window. Default 10.
+        warmup_steps: in optimizer steps. Default 0.
+        window: in measured steps. Default 100.
+        gap: in measured steps. Default 50.
+        clip: ``entropy_norm`` is clipped to [clip, 1 - clip], because changes of heads that are nearly one-hot or
+            nearly uniform mean little. A head whose normal level is above 1 - clip cannot alarm. Default 0.01.
 
-    Source: trial of 126 runs (weight decay on q and k: 12 steps after the fault; softmax scale falling to 0: 37).
+    The other options are documented in ``attnmon.rules.relative.RelativeRule``; all but ``limit`` are keywords only.
+
+    Raises:
+        AttnmonError: an option is out of range.
+
+    Source: trial of 126 runs. The rule fired 12 steps after weight decay on q and k set in, and 37 steps after the
+    softmax scale began to fall to 0.
     """
 
     name: ClassVar[str] = "uniform"
@@ -201,21 +204,15 @@ class Uniform(RelativeRule):
     metrics: ClassVar[tuple[str, ...]] = ("entropy_norm",)
 
     limit: float = 5.0
-    patience: int = 5
-    clear_fraction: float = 0.5
-    clear_steps: int = 5
+    _: KW_ONLY
     warmup_steps: int = 0
     window: int = 100
     gap: int = 50
-    min_history: int | None = None
-    sd_floor: float = 0.05
     clip: float = 0.01
-    refresh_every: int = 10
-    relearn_every: int = 10
 
     def __post_init__(self) -> None:
-        self._check_common()
-        check_number("Uniform", "clip", self.clip, below=0.5)
+        super().__post_init__()
+        check_number(self._option("clip"), self.clip, below=0.5)
 
     def transform(self, values: FloatVector) -> FloatVector:
         ratio = np.where(np.isfinite(values), np.minimum(np.maximum(values, self.clip), 1.0 - self.clip), np.nan)

@@ -1,4 +1,4 @@
-"""Rules together with their state: snapshots in, alerts out; saved and restored exactly."""
+"""Rules together with their state: takes snapshots, returns alerts, saves and restores its state exactly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from attnmon.errors import AttnmonError
 from attnmon.rules.base import Hit, Rule, State
-from attnmon.rules.heads import Frame, HeadIndex, count_heads
+from attnmon.rules.heads import FlatHeads, HeadIndex
 from attnmon.rules.limits import Ceiling, LowTemperature
 from attnmon.rules.nonfinite import NonFinite
 from attnmon.rules.relative import Growth, Uniform
@@ -19,22 +19,25 @@ _VERSION = 1
 
 
 def default_rules() -> tuple[Rule, ...]:
-    """The five rules that worked in a trial of 126 runs, with its limits. Build a tuple of your own to change one."""
+    """Return the five rules that worked in a trial of 126 runs, with the limits of that trial.
+
+    Build a tuple of your own to change one.
+    """
     return (NonFinite(), Ceiling(), Growth(), Uniform(), LowTemperature())
 
 
 class RuleSet:
     """Holds rules and, for every head of every module, their state.
 
-    Modules may have different numbers of heads, may appear at any step and be absent from any; a head without a
-    number at a step has no data, which advances and resets nothing. A module whose number of heads changes starts
-    afresh.
+    Modules may have different numbers of heads. A module may appear at any step and be absent from any. A head without
+    a number at a step has no data, which advances and resets nothing. A module whose number of heads changes loses
+    its state and starts as a new one.
 
     Args:
-        rules: with different names. None: ``default_rules()``.
+        rules: with different names. None means ``default_rules()``.
 
     Raises:
-        AttnmonError: something that is not a rule, or two rules of one name.
+        AttnmonError: one of the rules is not a Rule, or two rules have the same name.
     """
 
     def __init__(self, rules: Iterable[Rule] | None = None) -> None:
@@ -50,12 +53,13 @@ class RuleSet:
                 raise AttnmonError(f"rules must have different names; {name!r} is there {names.count(name)} times")
         self._index: HeadIndex
         self._states: dict[str, State]
-        self._alerts: dict[tuple[str, str, int], Alert]  # last alert of (rule, module, head); may be closed by now
+        self._alerts: dict[tuple[str, str, int], Alert]  # last alert of (rule, module, head); may be closed
         self._pending: dict[str, Any]  # loaded parts of modules that no snapshot has shown yet
         self._reset()
 
     @property
     def rules(self) -> tuple[Rule, ...]:
+        """The rules, in the order given."""
         return self._rules
 
     @property
@@ -65,25 +69,25 @@ class RuleSet:
 
     @property
     def open_alerts(self) -> list[Alert]:
-        """The alerts that are open, each as it was last told (a critical one replaces its warning), oldest first."""
+        """The alerts that are open, oldest first; a critical alert replaces its warning."""
         return [alert for key, alert in self._alerts.items() if self._is_open(key)]
 
     def update(self, snapshot: Snapshot) -> list[Alert]:
-        """Advance every rule by one snapshot; the alerts that it raises, by rule, then by head."""
-        self._sync(snapshot)
-        frame = Frame(snapshot, self._index)
+        """Advance every rule by one snapshot and return the alerts that it raises, by rule, then by head."""
+        self._add_modules(snapshot)
+        heads = FlatHeads(snapshot, self._index)
         alerts = []
         for rule in self._rules:
-            for hit in rule.step(frame, self._states[rule.name]):
+            for hit in rule.step(heads, self._states[rule.name]):
                 alert = self._alert(rule, hit, snapshot.step)
                 alerts.append(alert)
                 key = (rule.name, alert.module, alert.head)
-                self._alerts.pop(key, None)  # so that the order is that of telling
+                self._alerts.pop(key, None)  # so that a replaced alert moves to the end of the order
                 self._alerts[key] = alert
         return alerts
 
     def state_dict(self) -> dict[str, Any]:
-        """Baselines, counts and open alerts as nested dicts, lists, numbers and strings; all numbers finite."""
+        """Return baselines, counts and open alerts as nested dicts, lists, numbers and strings; all numbers finite."""
         modules = dict(self._pending)
         for path, states in self._split().items():
             modules[path] = {
@@ -96,14 +100,16 @@ class RuleSet:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a saved state instead of the present one; the alerts from here on are those of a run that was not
-        interrupted.
+        """Replace the present state by a saved one, so that alerts are those of a run that was not interrupted.
 
-        A module takes over its part when a snapshot first shows it. Parts of modules that do not appear, that have
-        another number of heads, or of rules that are not here or have windows of another length have no effect.
+        A module receives its part when a snapshot first contains it. A part has no effect if its module never
+        appears or has another number of heads, or if its rule is not in this RuleSet or has windows of another length.
+
+        Args:
+            state: what ``state_dict()`` returned.
 
         Raises:
-            AttnmonError: not a state of a RuleSet, or one of another version.
+            AttnmonError: ``state`` is not a state of a RuleSet, or its version is another one.
         """
         if not isinstance(state, Mapping) or not isinstance(state.get("modules"), Mapping):
             raise AttnmonError("the state must be what RuleSet.state_dict() returned: a dict with 'modules'")
@@ -126,11 +132,11 @@ class RuleSet:
         self._alerts = {}
         self._pending = {}
 
-    def _sync(self, snapshot: Snapshot) -> None:
-        """Make room for modules that are new, or whose number of heads changed."""
+    def _add_modules(self, snapshot: Snapshot) -> None:
+        """Extend the state by modules that are new or whose number of heads changed."""
         changed: dict[str, int] = {}
         for path in snapshot.modules:
-            num_heads = count_heads(snapshot, path)
+            num_heads = snapshot.num_heads(path)
             known = self._index.slots.get(path)
             if num_heads and (known is None or known.stop - known.start != num_heads):
                 changed[path] = num_heads
@@ -148,20 +154,24 @@ class RuleSet:
             self._states[rule.name] = {key: np.concatenate([piece[key] for piece in pieces]) for key in pieces[0]}
 
     def _split(self) -> dict[str, dict[str, State]]:
-        """Module path -> rule name -> state of that module's heads."""
+        """Return module path -> rule name -> state of that module's heads."""
         return {
             path: {name: {key: array[slot] for key, array in state.items()} for name, state in self._states.items()}
             for path, slot in self._index.slots.items()
         }
 
     def _first_states(self, path: str, num_heads: int) -> dict[str, State]:
-        """Per rule, the loaded state of a module, or a new one where there is none that fits."""
+        """Return, per rule, the loaded state of a module, or a new state where no loaded one fits."""
         saved = self._pending.pop(path, None)
         by_rule = saved if isinstance(saved, Mapping) else {}
         return {rule.name: _restored(by_rule.get(rule.name), rule.new_state(num_heads)) for rule in self._rules}
 
     def _is_open(self, key: tuple[str, str, int], pending: bool = False) -> bool:
-        """pending: count alerts of loaded modules that no snapshot has shown yet; they are before the first one."""
+        """Return whether an alert is open.
+
+        ``pending`` includes alerts of loaded modules that no snapshot has shown yet. Before the first snapshot they are
+        always included.
+        """
         name, path, head = key
         state, slot = self._states.get(name), self._index.slots.get(path)
         if state is None:
@@ -179,7 +189,7 @@ class RuleSet:
 
 
 def _restored(saved: Any, fresh: State) -> State:
-    """The saved state in the types of ``fresh``, or ``fresh`` itself if the saved one does not fit it."""
+    """Return the saved state in the types of ``fresh``, or ``fresh`` itself if the saved state does not fit it."""
     if not isinstance(saved, Mapping) or saved.keys() != fresh.keys():
         return fresh
     state: State = {}

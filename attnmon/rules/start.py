@@ -1,4 +1,4 @@
-"""The starting level of a head: is it beyond an absolute limit already when monitoring starts?"""
+"""The starting level of a head: whether it is beyond an absolute limit already when monitoring starts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from attnmon.rules.debounce import Mask, Positions
 class HotStart:
     """Decides from a head's first ``start_steps`` measured steps whether it starts hot.
 
-    It does if at most one of them is within the limit (none, if there are fewer than three), so neither one noisy
-    step nor a rise through the limit during these steps decides. Its level is their median.
+    A head starts hot if at most one of these steps is within the limit (none, if ``start_steps`` is below three).
+    Thus neither one noisy step nor a rise through the limit during these steps makes a head hot. The starting level is
+    the median of these steps.
 
     State: ``start_values`` float32 [heads, start_steps]; ``start_seen`` int64 [heads]; ``start_level`` float64
     [heads], 0 for a head that does not start hot or is not decided.
@@ -25,6 +26,7 @@ class HotStart:
     start_steps: int
 
     def new_state(self, num_heads: int) -> State:
+        """Return the state of heads without any measured step."""
         return {
             "start_values": np.zeros((num_heads, self.start_steps), dtype=np.float32),
             "start_seen": np.zeros(num_heads, dtype=np.int64),
@@ -32,7 +34,7 @@ class HotStart:
         }
 
     def step(self, state: State, measured: Mask, values: NDArray[np.float64], limit: float) -> Positions:
-        """Take in one step; the heads that are found, at this step, to start hot."""
+        """Advance ``state`` in place by one step and return the heads whose hot start is decided at this step."""
         seen = state["start_seen"]
         heads = np.flatnonzero(measured & (seen < self.start_steps))
         if heads.size == 0:
@@ -48,5 +50,5 @@ class HotStart:
         return found
 
     def decided(self, state: State) -> Mask:
-        """Heads whose start is decided."""
+        """Return which heads had all of their first ``start_steps`` steps, [heads]."""
         return state["start_seen"] >= self.start_steps

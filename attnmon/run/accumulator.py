@@ -1,4 +1,4 @@
-"""What one optimizer step has shown so far: reduces each call at once and keeps one small matrix a module."""
+"""What one optimizer step has shown so far: reduces each call at once and keeps one small matrix per module."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Which implementation reduces a call: "auto" trusts a GPU's kernels with a kind of call once they were seen to agree.
 
 The first call of each kind is reduced twice, by the kernels and by the streaming implementation, and the two are
-compared: once a kind, not once a step, since the comparison waits for the device. Kernels that fail to compile or to
-agree on this machine are not used for that kind again.
+compared: once per kind, not once per step, since the comparison waits for the device. Kernels that fail to compile or
+to agree on this machine are not used for that kind again.
 """
 
 from __future__ import annotations

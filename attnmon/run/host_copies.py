@@ -36,7 +36,7 @@ class HostCopies:
         self._held: tuple[int, dict[str, Tensor]] | None = None
 
     def put(self, step: int, matrices: dict[str, Tensor]) -> None:
-        """Start copying a step's matrices [columns, heads] to the host: one copy a device, asynchronously."""
+        """Start copying a step's matrices [columns, heads] to the host: one copy per device, asynchronously."""
         copy = _Copy(step, {})
         by_device: dict[torch.device, list[str]] = {}
         for path, matrix in matrices.items():

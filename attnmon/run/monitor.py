@@ -125,13 +125,13 @@ class Monitor:
         return True
 
     def pause(self) -> None:
-        """Look away until ``resume``: between the micro-batches of a step, say, when validation may run."""
+        """Stop watching until ``resume``, for instance between micro-batches, where validation may run."""
         if self._past is not None:
             return
         self._faults.guard(self._recorder.stop)
 
     def resume(self) -> None:
-        """Look again, if the open step is a measured one."""
+        """Watch again, if the open step is a measured one."""
         if self._measuring and not self._closed:
             self._faults.guard(self._recorder.start)
 

@@ -1,4 +1,4 @@
-"""Merging one step's matrices over data-parallel ranks: one packed collective a snapshot."""
+"""Merging one step's matrices over data-parallel ranks: one packed collective per snapshot."""
 
 from __future__ import annotations
 

@@ -16,15 +16,20 @@ from attnmon.theory.rows import visible_mask
 
 
 def weight_bounds(logits: Tensor, visible: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Bounds of every softmax weight of a row. True (Lemma 1).
+    """Bound every softmax weight of a row from below and above. True.
 
     Args:
-        logits: [..., n], z of the keys as the softmax reads them (a temperature is already in them).
+        logits: float [..., n], z of the keys as the softmax reads them (a temperature is already in them).
         visible: bool, broadcastable to [..., n]; None: all keys.
 
     Returns:
         low and high, [...] of the logits' dtype: every visible p_i lies in [low, high]. Both are 1 for n = 1, NaN
         for a row without visible keys.
+
+    Raises:
+        AttnmonError: ``visible`` is not bool, or does not fit.
+
+    Source: paper, Lemma 1.
     """
     spread, n = _spread(logits, visible)
     # e^rho may overflow: then the lower bound is 0, as it is in exact arithmetic to every digit
@@ -35,13 +40,19 @@ def weight_bounds(logits: Tensor, visible: Tensor | None = None) -> tuple[Tensor
 
 
 def entropy_bounds(logits: Tensor, visible: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Bounds of a row's softmax entropy in nats. True (Lemma 1).
+    """Bound a row's softmax entropy, in nats, from below and above. True.
 
     Args:
-        logits, visible: as for ``weight_bounds``.
+        logits: float [..., n], z of the keys as the softmax reads them (a temperature is already in them).
+        visible: bool, broadcastable to [..., n]; None: all keys.
 
     Returns:
-        max(0, ln n - rho) and ln n, [...] of the logits' dtype.
+        max(0, ln n - rho) and ln n, [...] of the logits' dtype; NaN for a row without visible keys.
+
+    Raises:
+        AttnmonError: ``visible`` is not bool, or does not fit.
+
+    Source: paper, Lemma 1.
     """
     spread, n = _spread(logits, visible)
     high = torch.log(n)
@@ -49,7 +60,7 @@ def entropy_bounds(logits: Tensor, visible: Tensor | None = None) -> tuple[Tenso
 
 
 def _spread(logits: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
-    """rho and n of each row, float64 [...]; NaN for a row without visible keys."""
+    """Compute rho and n of each row, float64 [...]; NaN for a row without visible keys."""
     z = logits.double()
     mask = visible_mask(visible, logits.shape)
     if mask is None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
+from attnmon.checks import check_number
 from attnmon.errors import AttnmonError, MissingExtra
 
 Floats = NDArray[np.float64]
@@ -25,17 +26,22 @@ def critical_n(
     expected: ArrayLike | torch.Tensor,
     level: float = 0.01,
 ) -> int | None:
-    """The first N at which the test no longer separates the heads' d~ from their E[d~]; None if it always does.
+    """Find the first N at which the test no longer separates the heads' d~ from their E[d~].
 
     Args:
         top_n: the K values of N, ascending.
-        distances: [K, S], d~ for each N: S numbers, one per head (its mean over rows).
-        expected: [K, S'], E[d~] likewise; S' may differ from S.
+        distances: float [K, S], d~ for each N: S numbers, one per head (its mean over rows).
+        expected: float [K, S'], E[d~] for each N; S' may differ from S.
         level: of each test, in (0, 1): separated means a p-value below it.
 
+    Returns:
+        N, or None if the test separates them at every N.
+
     Raises:
-        AttnmonError: shapes that do not fit, N not ascending, a level outside (0, 1), numbers that are not finite.
+        AttnmonError: the shapes do not fit, N do not ascend, the level is outside (0, 1), or a number is not finite.
         MissingExtra: SciPy is absent.
+
+    Source: paper, Algorithm 3.
     """
     first = float(critical_ns(top_n, distances, expected, level))
     return None if np.isnan(first) else int(first)
@@ -47,7 +53,23 @@ def critical_ns(
     expected: ArrayLike | torch.Tensor,
     level: float = 0.01,
 ) -> Floats:
-    """``critical_n`` of many series at once: [..., K, S] and [..., K, S'] -> float64 [...], NaN for none."""
+    """Find the critical N of many series at once.
+
+    Args:
+        top_n: the K values of N, ascending.
+        distances: float [..., K, S], d~ for each N: S numbers, one per head.
+        expected: float [..., K, S'], E[d~] for each N; S' may differ from S.
+        level: of each test, in (0, 1): separated means a p-value below it.
+
+    Returns:
+        float64 [...], N; NaN where the test separates them at every N.
+
+    Raises:
+        AttnmonError: the shapes do not fit, N do not ascend, the level is outside (0, 1), or a number is not finite.
+        MissingExtra: SciPy is absent.
+
+    Source: paper, Algorithm 3.
+    """
     first, second, numbers = _array(distances), _array(expected), [int(number) for number in top_n]
     if first.ndim < 2 or second.ndim < 2 or first.shape[:-1] != second.shape[:-1] or first.shape[-2] != len(numbers):
         raise AttnmonError(
@@ -56,22 +78,21 @@ def critical_ns(
         )
     if not numbers or numbers != sorted(set(numbers)):
         raise AttnmonError(f"top_n must be ascending and not empty, got {numbers}")
-    if not 0.0 < level < 1.0:
-        raise AttnmonError(f"level must lie between 0 and 1, not {level}")
+    check_number("level", level, below=1.0)
     kept = ks_test(first, second)[1] >= level
     critical = np.asarray(numbers, dtype=np.float64)[kept.argmax(-1)]
     return np.where(kept.any(-1), critical, np.nan)
 
 
 def ks_test(first: ArrayLike | torch.Tensor, second: ArrayLike | torch.Tensor) -> tuple[Floats, Floats]:
-    """The two-sample Kolmogorov-Smirnov test along the last axis of many pairs of samples.
+    """Run the two-sample Kolmogorov-Smirnov test along the last axis of many pairs of samples.
 
     The statistics of all pairs are computed at once. A p-value depends on the statistic and the two sizes alone, so
     SciPy (``scipy.stats.ks_2samp``, its defaults) is asked once for each distinct statistic, not once for each pair.
 
     Args:
-        first: [..., S].
-        second: [..., S'], the same leading axes.
+        first: float [..., S].
+        second: float [..., S'], with the same leading axes.
 
     Returns:
         statistic in [0, 1] and two-sided p-value, float64 [...].
@@ -79,6 +100,8 @@ def ks_test(first: ArrayLike | torch.Tensor, second: ArrayLike | torch.Tensor) -
     Raises:
         AttnmonError: a sample is empty or not finite, or the leading axes differ.
         MissingExtra: SciPy is absent.
+
+    Source: paper, experiment 3 and Algorithm 3; the test is SciPy's.
     """
     a, b = _array(first), _array(second)
     if a.ndim < 1 or b.ndim < 1 or a.shape[:-1] != b.shape[:-1]:
@@ -97,7 +120,7 @@ def ks_test(first: ArrayLike | torch.Tensor, second: ArrayLike | torch.Tensor) -
 
 
 def _largest_gap(a: Floats, b: Floats) -> NDArray[np.int64]:
-    """S S' max |F_a - F_b| of each pair, an integer."""
+    """Compute S S' max |F_a - F_b| of each pair, an integer."""
     joint = np.concatenate([a, b], axis=-1)
     order = joint.argsort(-1, kind="stable")
     ordered = np.take_along_axis(joint, order, -1)

@@ -14,71 +14,110 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnmon.errors import AttnmonError
+from attnmon.checks import check_whole
 from attnmon.theory.geometry import set_distance
-from attnmon.theory.rows import TokenRows, check_top_n
+from attnmon.theory.rows import TokenRows
 
 
 def expected_distance(weights: Tensor, tokens: Tensor, top_n: int, visible: Tensor | None = None) -> Tensor:
-    """The main term of E[d~]: a lower bound of it (true), short of it by at most ``expected_distance_residual``.
+    """Compute the main term of E[d~], a lower bound of E[d~]. True.
+
+    The main term is short of E[d~] by at most ``expected_distance_residual``.
 
     Args:
-        weights: [..., n].
-        tokens: [n, E] shared by all rows, or [..., n, E].
-        top_n: N, the size of the random sets.
+        weights: float32 or float64 [..., n], p; those of hidden keys are not read.
+        tokens: float [n, E] shared by all rows, or [..., n, E]: x.
+        top_n: N, the size of the random sets, at least 1.
         visible: bool, broadcastable to [..., n]; None: all keys.
 
     Returns:
         [...] of the weights' dtype, >= 0; 0 for rows with n <= N.
+
+    Raises:
+        AttnmonError: the shapes do not fit, a number is not finite, or ``top_n`` is no whole number of at least 1.
+
+    Source: paper, Theorem 1(2).
     """
+    check_whole("top_n", top_n)
     rows = TokenRows(weights, tokens, visible)
-    return main_term(rows, check_top_n(top_n)).to(rows.dtype)
+    return main_term(rows, top_n).to(rows.dtype)
 
 
 def expected_distance_residual(weights: Tensor, tokens: Tensor, top_n: int, visible: Tensor | None = None) -> Tensor:
-    """An upper bound of eps = E[d~] - ``expected_distance`` (true); arguments and result as there."""
+    """Compute an upper bound of eps = E[d~] - ``expected_distance``. True.
+
+    Args:
+        weights: float32 or float64 [..., n], p; those of hidden keys are not read.
+        tokens: float [n, E] shared by all rows, or [..., n, E]: x.
+        top_n: N, the size of the random sets, at least 1.
+        visible: bool, broadcastable to [..., n]; None: all keys.
+
+    Returns:
+        [...] of the weights' dtype, >= 0; 0 for rows with n <= N.
+
+    Raises:
+        AttnmonError: the shapes do not fit, a number is not finite, or ``top_n`` is no whole number of at least 1.
+
+    Source: paper, Theorem 1(2), for eps.
+    """
+    check_whole("top_n", top_n)
     rows = TokenRows(weights, tokens, visible)
-    return (residual_factor(rows, check_top_n(top_n)) * residual_spread(rows)).to(rows.dtype)
+    return (residual_factor(rows, top_n) * residual_spread(rows)).to(rows.dtype)
 
 
 def expected_distance_limit(tokens: Tensor, top_n: int, visible: Tensor | None = None) -> Tensor:
-    """(n - N)/n (N + 1) max |x|: an upper bound of E[d~] that does not grow with n (true, for weights that sum to 1).
+    """Compute (n - N)/n (N + 1) max |x|, an upper bound of E[d~] that does not grow with n. True.
+
+    The weights must sum to at most 1.
 
     Args:
-        tokens: [..., n, E].
-        top_n: N.
+        tokens: float [..., n, E], x.
+        top_n: N, the size of the random sets, at least 1.
         visible: bool [..., n] (its leading axes may be more than those of the tokens); None: all keys.
 
     Returns:
         [...] of the tokens' dtype; 0 for rows with n <= N.
+
+    Raises:
+        AttnmonError: the shapes do not fit, a number is not finite, or ``top_n`` is no whole number of at least 1.
+
+    Source: ours (definitions, section 3); it refutes the paper's "E[d~] grows linearly".
     """
+    check_whole("top_n", top_n)
     if visible is None:
         shape = tokens.shape[:-1]
     else:
         shape = torch.broadcast_shapes(tokens.shape[:-1], visible.shape)
     rows = TokenRows(tokens.new_zeros(shape), tokens, visible)
-    return (_share_outside(rows, check_top_n(top_n)) * (top_n + 1) * rows.largest_norm).to(tokens.dtype)
+    return (_share_outside(rows, top_n) * (top_n + 1) * rows.largest_norm).to(tokens.dtype)
 
 
 def expected_distance_monte_carlo(
     weights: Tensor, tokens: Tensor, top_n: int, draws: int = 200, seed: int = 0, visible: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """An unbiased estimate of E[d~] with its standard error.
+    """Estimate E[d~] without bias, with the standard error of the estimate.
 
     Every row draws sets of its own, so the standard error of a mean over R rows is sqrt(sum se^2) / R.
 
     Args:
-        weights, tokens, top_n, visible: as for ``expected_distance``.
-        draws: sets per row, at least 2.
+        weights: float32 or float64 [..., n], p; those of hidden keys are not read.
+        tokens: float [n, E] shared by all rows, or [..., n, E]: x.
+        top_n: N, the size of the random sets, at least 1.
+        draws: sets per row, at least 2: one says nothing of its own error.
         seed: of a generator of its own; no global random state is touched.
+        visible: bool, broadcastable to [..., n]; None: all keys.
 
     Returns:
         mean and standard error (sample standard deviation / sqrt(draws)), [...] of the weights' dtype; both 0 for
         rows with n <= N.
+
+    Raises:
+        AttnmonError: the shapes do not fit, a number is not finite, or ``top_n`` or ``draws`` is too small.
+
+    Source: paper, Algorithms 1 to 3, which compare d~ with E[d~]; the estimator is ours.
     """
-    check_top_n(top_n)
-    if draws < 2:
-        raise AttnmonError(f"draws must be at least 2 for a standard error, not {draws}")
+    check_whole("top_n", top_n)
+    check_whole("draws", draws, least=2)
     rows = TokenRows(weights, tokens, visible)
     generator = torch.Generator(device=rows.p.device).manual_seed(seed)
     count = min(top_n, rows.p.shape[-1])
@@ -97,7 +136,17 @@ def expected_distance_monte_carlo(
 
 
 def main_term(rows: TokenRows, top_n: int) -> Tensor:
-    """The main term, float64 [...]."""
+    """Compute the main term of E[d~].
+
+    Args:
+        rows: weights and vectors.
+        top_n: N.
+
+    Returns:
+        float64 [...]; 0 where n <= N.
+
+    Source: paper, Theorem 1(2).
+    """
     m = (rows.n - 1.0).clamp(min=1.0)
     pull = (top_n / m)[..., None]
     _, lengths = rows.offsets((1.0 + pull) * rows.p, pull * rows.output, None, pull * rows.along_output)
@@ -105,14 +154,33 @@ def main_term(rows: TokenRows, top_n: int) -> Tensor:
 
 
 def residual_factor(rows: TokenRows, top_n: int) -> Tensor:
-    """(n - N)/n sqrt( N (m - N) / (m (m - 1)) ), float64 [...]; times ``residual_spread`` it bounds eps."""
+    """Compute (n - N)/n sqrt( N (m - N) / (m (m - 1)) ), which times ``residual_spread`` bounds eps.
+
+    Args:
+        rows: weights and vectors.
+        top_n: N.
+
+    Returns:
+        float64 [...]; 0 where n <= N.
+
+    Source: paper, Theorem 1(2), for eps.
+    """
     m = rows.n - 1.0
     factor = (top_n * (m - top_n) / (m * (m - 1.0)).clamp(min=1.0)).clamp(min=0.0)
     return _share_outside(rows, top_n) * factor.sqrt()
 
 
 def residual_spread(rows: TokenRows) -> Tensor:
-    """sum_i sqrt( sum_{j != i} |y_j - ybar_{-i}|^2 ), float64 [...]; the same for every N."""
+    """Compute sum_i sqrt( sum_{j != i} |y_j - ybar_{-i}|^2 ), the part of the bound of eps that no N enters.
+
+    Args:
+        rows: weights and vectors.
+
+    Returns:
+        float64 [...].
+
+    Source: paper, Theorem 1(2), for eps.
+    """
     n = rows.n.clamp(min=2.0)[..., None]
     _, lengths = rows.offsets(rows.p, rows.output / n, None, rows.along_output / n)
     squares = rows.seen(lengths).square()
@@ -126,5 +194,5 @@ def residual_spread(rows: TokenRows) -> Tensor:
 
 
 def _share_outside(rows: TokenRows, top_n: int) -> Tensor:
-    """(n - N) / n, the chance of a key to be outside; 0 where n <= N."""
+    """Compute (n - N) / n, the chance of a key to be outside; 0 where n <= N."""
     return ((rows.n - top_n) / rows.n.clamp(min=1.0)).clamp(min=0.0)

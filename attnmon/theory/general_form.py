@@ -5,7 +5,6 @@ l are the standard scaled logits q.k / sqrt(d). Every Jacobian is with respect t
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,12 +19,14 @@ from attnmon.theory.rows import visible_mask
 
 
 class Normalizer(ABC):
-    """A map from a row's logits to weights. Computes in float64 and answers in the dtype of the logits.
+    """A map from a row's logits to weights, which computes in float64 and answers in the dtype of the logits.
 
     Attributes:
         sums_to_one: the weights over the keys sum to one.
         entropy_of: what the entropy is taken of.
         source: where the definition stands.
+
+    Source: the general form is the paper's (section 2); some subclasses do not have it.
     """
 
     sums_to_one: ClassVar[bool] = True
@@ -38,24 +39,52 @@ class Normalizer(ABC):
         """Name and parameters, for a table."""
 
     def weights(self, logits: Tensor, visible: Tensor | None = None) -> Tensor:
-        """alpha, [..., n]; 0 at hidden keys.
+        """Compute the weights alpha.
 
         Args:
-            logits: l, [..., n], finite at visible keys.
+            logits: float [..., n], l, finite at visible keys.
             visible: bool, broadcastable to [..., n]; None: all keys. Every row must see a key.
+
+        Returns:
+            [..., n] of the logits' dtype; 0 at hidden keys.
+
+        Raises:
+            AttnmonError: ``logits`` is no float tensor, or ``visible`` does not fit.
         """
         return self._weights(*row_of(logits, visible)).to(logits.dtype)
 
     def jacobian_norm(self, logits: Tensor, visible: Tensor | None = None) -> Tensor:
-        """Exact spectral norm of d alpha / d l, [...]."""
+        """Compute the exact spectral norm of d alpha / d l.
+
+        Args:
+            logits: float [..., n], l, finite at visible keys.
+            visible: bool, broadcastable to [..., n]; None: all keys. Every row must see a key.
+
+        Returns:
+            [...] of the logits' dtype.
+
+        Raises:
+            AttnmonError: ``logits`` is no float tensor, or ``visible`` does not fit.
+        """
         return self._jacobian_norm(*row_of(logits, visible)).to(logits.dtype)
 
     def entropy(self, logits: Tensor, visible: Tensor | None = None) -> Tensor:
-        """Entropy in nats of what ``entropy_of`` names, [...]."""
+        """Compute the entropy, in nats, of what ``entropy_of`` names.
+
+        Args:
+            logits: float [..., n], l, finite at visible keys.
+            visible: bool, broadcastable to [..., n]; None: all keys. Every row must see a key.
+
+        Returns:
+            [...] of the logits' dtype.
+
+        Raises:
+            AttnmonError: ``logits`` is no float tensor, or ``visible`` does not fit.
+        """
         return self._entropy(*row_of(logits, visible)).to(logits.dtype)
 
     def max_entropy(self, n: Tensor) -> Tensor:
-        """Its largest value for n keys."""
+        """Compute the largest entropy that rows of n keys can have: float [...] -> [...]."""
         return torch.log(n)
 
     @abstractmethod
@@ -72,9 +101,16 @@ class Normalizer(ABC):
 
 @dataclass(frozen=True)
 class General(Normalizer):
-    """F(l) / sum F(l) for any elementwise F >= 0 that autograd can follow; J = (diag a - a a^T) diag(F'/F).
+    """F(l) / sum F(l) for any elementwise F >= 0 that autograd can follow.
 
-    Its spectral norm is at most max |F'/F| / 2: ``jacobian_bound``. NaN where F is 0 at every key.
+    J = (diag a - a a^T) diag(F'/F) has a spectral norm of at most max |F'/F| / 2, which is ``jacobian_bound``. Weights
+    are NaN where F is 0 at every key.
+
+    Args:
+        function: F, which maps float64 logits of any shape to values of the same shape.
+        name: what tables call it.
+
+    Source: paper, section 2, for the form and J; the norm and its bound are ours.
     """
 
     function: Callable[[Tensor], Tensor]
@@ -86,7 +122,20 @@ class General(Normalizer):
         return self.name
 
     def jacobian_bound(self, logits: Tensor, visible: Tensor | None = None) -> Tensor:
-        """max |F'/F| / 2 over the visible keys of each row, [...]. True."""
+        """Compute max |F'/F| / 2 over the visible keys of each row, an upper bound of ``jacobian_norm``. True.
+
+        Args:
+            logits: float [..., n], l, finite at visible keys.
+            visible: bool, broadcastable to [..., n]; None: all keys. Every row must see a key.
+
+        Returns:
+            [...] of the logits' dtype.
+
+        Raises:
+            AttnmonError: ``logits`` is no float tensor, or ``visible`` does not fit.
+
+        Source: ours (definitions, section 4).
+        """
         z, mask = row_of(logits, visible)
         value, slope = self._value_and_slope(z, mask)
         return (0.5 * torch.where(mask, (slope / value).abs(), 0.0).amax(-1)).to(logits.dtype)
@@ -110,16 +159,23 @@ class General(Normalizer):
 
 
 def row_of(logits: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Logits in float64, hidden ones 0, and the mask."""
+    """Convert logits to float64 and expand the mask.
+
+    Args:
+        logits: float [..., n].
+        visible: bool, broadcastable to [..., n]; None: all keys.
+
+    Returns:
+        float64 [..., n], hidden logits 0, and bool [..., n], True at visible keys.
+
+    Raises:
+        AttnmonError: ``logits`` is no float tensor, or ``visible`` does not fit.
+
+    Source: ours (definitions, section 1): a row is its visible keys.
+    """
     if not logits.is_floating_point() or logits.ndim < 1:
         raise AttnmonError(f"logits must be a float tensor [..., n], not {logits.dtype} {list(logits.shape)}")
     mask = visible_mask(visible, logits.shape)
     if mask is None:
         return logits.double(), torch.ones_like(logits, dtype=torch.bool)
     return torch.where(mask, logits.double(), 0.0), mask
-
-
-def check_positive(name: str, value: float) -> None:
-    """Raise AttnmonError unless ``value`` is positive and finite."""
-    if not 0.0 < value < math.inf:
-        raise AttnmonError(f"{name} must be positive and finite, not {value}")

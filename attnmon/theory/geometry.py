@@ -12,16 +12,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from attnmon.checks import check_whole
 from attnmon.errors import AttnmonError
-from attnmon.theory.rows import TokenRows, check_top_n, ranking, selection, top_n_selection
+from attnmon.theory.rows import TokenRows, ranking, selection, top_n_selection
 
 
 def distance(weights: Tensor, tokens: Tensor, selected: Tensor, visible: Tensor | None = None) -> Tensor:
-    """d~ = sum over the keys i outside the set of |p_i x_i - s| (a sum of norms), for any selected set.
+    """Compute d~ = sum over the keys i outside a set of |p_i x_i - s| (a sum of norms), for any selected set.
 
     Args:
-        weights: [..., n].
-        tokens: [n, E] shared by all rows, or [..., n, E].
+        weights: float32 or float64 [..., n], p; those of hidden keys are not read.
+        tokens: float [n, E] shared by all rows, or [..., n, E]: x.
         selected: bool, broadcastable to [..., n]; hidden keys in it do not count.
         visible: bool, broadcastable to [..., n]; None: all keys.
 
@@ -29,7 +30,9 @@ def distance(weights: Tensor, tokens: Tensor, selected: Tensor, visible: Tensor 
         [...] of the weights' dtype, >= 0; 0 where no visible key is outside.
 
     Raises:
-        AttnmonError: the shapes do not fit, or a mask is not bool.
+        AttnmonError: the shapes do not fit, a mask is not bool, or a number is not finite.
+
+    Source: paper, section 3, definition of d~.
     """
     rows = TokenRows(weights, tokens, visible)
     if selected.dtype != torch.bool:
@@ -39,29 +42,52 @@ def distance(weights: Tensor, tokens: Tensor, selected: Tensor, visible: Tensor 
 
 
 def top_n_distance(weights: Tensor, tokens: Tensor, top_n: int, visible: Tensor | None = None) -> Tensor:
-    """d~ of I_N, the N keys with the largest weights; arguments and result as for ``distance``."""
+    """Compute d~ of I_N, the N keys with the largest weights: the live metric ``distance``.
+
+    Args:
+        weights: float32 or float64 [..., n], p; those of hidden keys are not read.
+        tokens: float [n, E] shared by all rows, or [..., n, E]: x.
+        top_n: N, at least 1.
+        visible: bool, broadcastable to [..., n]; None: all keys.
+
+    Returns:
+        [...] of the weights' dtype, >= 0; 0 for rows with n <= N.
+
+    Raises:
+        AttnmonError: the shapes do not fit, a number is not finite, or ``top_n`` is no whole number of at least 1.
+
+    Source: paper, section 3 and Algorithm 1.
+    """
     rows = TokenRows(weights, tokens, visible)
     return set_distance(rows, top_n_selection(rows, top_n)).to(rows.dtype)
 
 
 def distance_bound(weights: Tensor, tokens: Tensor, top_n: int, visible: Tensor | None = None) -> Tensor:
-    """Theorem 1(1): an upper bound of ``top_n_distance``. True for top-N sets only.
+    """Compute the upper bound of ``top_n_distance`` of Theorem 1(1). True for top-N sets only.
 
         d~ <= o d1 + max_{I_N} |x| (a (n - N) - o),    d1 = max |x_i - x_j| over i outside, j inside,
 
-    a and o the weight inside and outside (o = 1 - a without a sink). It needs a >= p_i for every i outside, which a
-    top-N set has; for arbitrary sets it is false as printed. Counterexample: n = 3, p = (0.8, 0.1, 0.1), all x equal
-    and of unit length, set {3}: d~ = 0.7 against (1 - 0.1) 0 + 0.1 * 2 - 0.9 = -0.7.
+    where a and o are the weight inside and outside (o = 1 - a without a sink). The proof needs a >= p_i for every i
+    outside, which a top-N set has. For arbitrary sets the statement is false as printed. Counterexample: n = 3,
+    p = (0.8, 0.1, 0.1), all x equal and of unit length, set {3}: d~ = 0.7 against (1 - 0.1) 0 + 0.1 * 2 - 0.9 = -0.7.
 
     Args:
-        weights, tokens, top_n, visible: as for ``top_n_distance``.
+        weights: float32 or float64 [..., n], p; those of hidden keys are not read.
+        tokens: float [n, E] shared by all rows, or [..., n, E]: x.
+        top_n: N, at least 1.
+        visible: bool, broadcastable to [..., n]; None: all keys.
 
     Returns:
         [...] of the weights' dtype; 0 for rows with n <= N, where d~ is 0.
+
+    Raises:
+        AttnmonError: the shapes do not fit, a number is not finite, or ``top_n`` is no whole number of at least 1.
+
+    Source: paper, Theorem 1(1); the form for rows with a sink is ours.
     """
+    check_whole("top_n", top_n)
     rows = TokenRows(weights, tokens, visible)
-    count = min(rows.p.shape[-1], check_top_n(top_n) + 1)
-    top, index = ranking(rows, count)
+    top, index = ranking(rows, min(rows.p.shape[-1], top_n + 1))
     inside = selection(rows, index, top_n)
     if rows.shared:
         (furthest,) = furthest_pairs(rows, index, [top_n], [inside], pair_squares(rows.x))
@@ -71,14 +97,38 @@ def distance_bound(weights: Tensor, tokens: Tensor, top_n: int, visible: Tensor 
 
 
 def set_distance(rows: TokenRows, inside: Tensor) -> Tensor:
-    """d~ of the set ``inside`` (visible keys), float64 [...]."""
+    """Compute d~ of a set of visible keys.
+
+    Args:
+        rows: weights and vectors.
+        inside: bool [..., n], the set.
+
+    Returns:
+        float64 [...].
+
+    Source: paper, section 3, definition of d~.
+    """
     outside = rows.outside(inside)
     _, lengths = rows.offsets(rows.p, rows.combine(torch.where(inside, rows.p, 0.0)), outside)
     return torch.where(outside, lengths, 0.0).sum(-1)
 
 
 def bound_from(rows: TokenRows, top: Tensor, index: Tensor, inside: Tensor, top_n: int, furthest: Tensor) -> Tensor:
-    """The right side of Theorem 1(1) from a row's ranking and d1, float64 [...]."""
+    """Compute the right side of Theorem 1(1) from a row's ranking and d1.
+
+    Args:
+        rows: weights and vectors.
+        top: float64 [..., K], the K >= N largest weights of ``ranking``.
+        index: int64 [..., K], their keys.
+        inside: bool [..., n], I_N.
+        top_n: N.
+        furthest: float64 [...], d1.
+
+    Returns:
+        float64 [...]; 0 where n <= N.
+
+    Source: paper, Theorem 1(1); the form for rows with a sink is ours.
+    """
     mass = top[..., :top_n].sum(-1)
     # the weight outside as a sum of its own: 1 - a cancels in nearly one-hot rows
     rest = torch.where(inside, 0.0, rows.p).sum(-1)
@@ -88,9 +138,17 @@ def bound_from(rows: TokenRows, top: Tensor, index: Tensor, inside: Tensor, top_
 
 
 def pair_squares(tokens: Tensor) -> Tensor:
-    """|x_i - x_j|^2 of every pair of [n, E], float64 [n, n].
+    """Compute |x_i - x_j|^2 of every pair of vectors.
 
-    The cloud is centerd first: vectors that share a large part would cancel against it.
+    The vectors are centered first: a large part that all of them share would cost the differences their digits.
+
+    Args:
+        tokens: float [n, E].
+
+    Returns:
+        float64 [n, n], >= 0.
+
+    Source: ours.
     """
     x = tokens.double() - tokens.double().mean(0)
     squares = x.square().sum(-1)
@@ -101,18 +159,21 @@ def pair_squares(tokens: Tensor) -> Tensor:
 def furthest_pairs(
     rows: TokenRows, index: Tensor, top_ns: Sequence[int], inside: Sequence[Tensor], squares: Tensor
 ) -> list[Tensor]:
-    """d1 = max |x_i - x_j| over i outside and j inside I_N, for rows that share their keys, for several N at once.
+    """Compute d1 = max |x_i - x_j| over i outside and j inside I_N, for several N at once.
 
-    A running maximum over the ranks: each further N costs only the ranks it adds.
+    The maximum runs over the ranks, so each further N costs only the ranks that it adds.
 
     Args:
-        rows: of shared tokens.
-        index: their ranking, [..., K].
-        top_ns, inside: N in ascending order, and I_N of each.
-        squares: ``pair_squares`` of the tokens.
+        rows: weights and vectors; all rows share their keys.
+        index: int64 [..., K], the keys of ``ranking``.
+        top_ns: N in ascending order.
+        inside: bool [..., n] for each N, I_N.
+        squares: float64 [n, n], ``pair_squares`` of the tokens.
 
     Returns:
         float64 [...] for each N; meaningless where n <= N.
+
+    Source: paper, Theorem 1(1), for d1.
     """
     flat = index.reshape(-1, index.shape[-1])
     reach = torch.zeros(flat.shape[0], squares.shape[0], dtype=squares.dtype, device=squares.device)
@@ -127,7 +188,7 @@ def furthest_pairs(
 
 
 def _furthest_pair_dense(rows: TokenRows, index: Tensor, inside: Tensor) -> Tensor:
-    """d1 for rows with keys of their own."""
+    """Compute d1 for rows with keys of their own."""
     width = rows.x.shape[-1]
     chosen = rows.x.gather(-2, index[..., None].expand(*index.shape, width))
     gaps = torch.cdist(rows.x, chosen, compute_mode="donot_use_mm_for_euclid_dist")  # [..., n, N]

@@ -8,10 +8,11 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from attnmon.checks import check_whole
 from attnmon.errors import AttnmonError
 from attnmon.theory.expectation import main_term, residual_factor, residual_spread
 from attnmon.theory.geometry import bound_from, furthest_pairs, pair_squares
-from attnmon.theory.rows import TokenRows, check_top_n, ranking, selection
+from attnmon.theory.rows import TokenRows, ranking, selection
 from attnmon.theory.separation import Separation, least_pair, separation
 
 _BLOCK = 128  # rows at a time: the running maximum of the bound then stays in the cache
@@ -19,7 +20,7 @@ _BLOCK = 128  # rows at a time: the running maximum of the bound then stays in t
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadGeometry:
-    """One head's rows at one N; every tensor [R] of the weights' dtype.
+    """One head's rows at one N; every tensor is [R] of the weights' dtype.
 
     Attributes:
         top_n: N.
@@ -28,6 +29,8 @@ class HeadGeometry:
         expected: main term of E[d~] (``expected_distance``).
         residual: bound of what it lacks (``expected_distance_residual``).
         separation: Theorem 2 and all that goes with it; NaN in rows with n <= N.
+
+    Source: paper, section 3, Theorems 1 and 2.
     """
 
     top_n: int
@@ -41,22 +44,26 @@ class HeadGeometry:
 def head_geometry(
     weights: Tensor, tokens: Tensor, top_n: Sequence[int], visible: Tensor | None = None, *, bound: bool = True
 ) -> list[HeadGeometry]:
-    """Distance, its bound, its expectation and separability of a head's rows, for every N of a list.
+    """Compute distance, its bound, its expectation and separability of a head's rows, for every N of a list.
 
-    The same numbers as the functions of one N; the ranking, the products and the running maximum are shared.
+    The numbers equal those of the functions that take one N; the ranking, the products and the running maximum are
+    shared.
 
     Args:
-        weights: [R, n].
-        tokens: [n, E], the keys of all rows.
-        top_n: N, in any order.
-        visible: bool [R, n], None: all. Causal rows (prefixes of the keys) are the fast case.
-        bound: with Theorem 1's bound, which costs about as much as all else.
+        weights: float32 or float64 [R, n], p; those of hidden keys are not read.
+        tokens: float [n, E], x, the keys of all rows.
+        top_n: N, each at least 1, in any order.
+        visible: bool, broadcastable to [R, n]; None: all keys. Causal rows (prefixes of the keys) are the fast case.
+        bound: compute Theorem 1's bound, too, which costs about as much as all else.
 
     Returns:
         One record for each N, in the order given.
 
     Raises:
-        AttnmonError: shapes that do not fit, no N, an N below 1.
+        AttnmonError: the shapes do not fit, a number is not finite, ``top_n`` is empty, or an N is no whole number of
+            at least 1.
+
+    Source: paper, section 3, Theorems 1 and 2.
     """
     if weights.ndim != 2 or tokens.ndim != 2:
         raise AttnmonError(
@@ -64,7 +71,9 @@ def head_geometry(
         )
     if not top_n:
         raise AttnmonError("top_n is empty; give at least one N")
-    order = sorted({check_top_n(number) for number in top_n})
+    for number in top_n:
+        check_whole("top_n", number)
+    order = sorted(set(top_n))
     chunks = []
     squares = pair_squares(tokens)
     delta = least_pair(TokenRows(weights, tokens, visible), squares)
@@ -79,7 +88,7 @@ def head_geometry(
 
 
 def _seen_keys(mask: Tensor | None, length: int) -> int:
-    """Keys up to the last one that any of the rows sees; at least one."""
+    """Count the keys up to the last one that any of the rows sees; at least one."""
     if mask is None:
         return length
     seen = mask.any(0).nonzero()
@@ -87,7 +96,7 @@ def _seen_keys(mask: Tensor | None, length: int) -> int:
 
 
 def _measure(rows: TokenRows, top_n: list[int], squares: Tensor, delta: Tensor, bound: bool) -> list[HeadGeometry]:
-    """One block of rows, float64."""
+    """Measure one block of rows, in float64."""
     length = rows.p.shape[-1]
     top, index = ranking(rows, min(length, top_n[-1] + 1))
     inside = [selection(rows, index, number) for number in top_n]
@@ -110,7 +119,7 @@ def _measure(rows: TokenRows, top_n: list[int], squares: Tensor, delta: Tensor, 
 
 
 def _joined(top_n: int, blocks: list[HeadGeometry], like: Tensor) -> HeadGeometry:
-    """The blocks of one N behind one another, in the dtype of the weights."""
+    """Join the blocks of one N, in the dtype of the weights."""
 
     def join(parts: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(parts)).to(like.dtype) if parts else like.new_empty(0)

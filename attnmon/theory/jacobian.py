@@ -1,8 +1,8 @@
 """The softmax Jacobian in four norms, their sharp bounds, and the finite difference (paper, section 4).
 
 "The paper" is arXiv 2508.17821. J = (diag p - p p^T) / tau is the derivative of the weights with respect to the
-standard scaled logits l = tau z, where tau = 1 for the usual scale 1 / sqrt(d). ``weights`` below are p over the keys,
-[..., n], hidden keys being 0; with a learned sink they sum to less than one and ``sink`` is its weight, [...].
+standard scaled logits l = tau z, where tau = 1 for the usual scale 1 / sqrt(d). With a learned sink the weights of the
+keys sum to less than one. Everything is computed in float64, but for the finite difference.
 
 | norm | sharp bound | reached at |
 |---|---|---|
@@ -21,10 +21,9 @@ import math
 import torch
 from torch import Tensor
 
-from attnmon.errors import AttnmonError
+from attnmon.checks import check_number
 from attnmon.stats.directions import direction_start, direction_windows
-from attnmon.stats.streaming.eigenvalue import EIGENVALUE_CANDIDATES, SecularRoot
-from attnmon.stats.streaming.top_keys import largest, leading
+from attnmon.stats.streaming import EIGENVALUE_CANDIDATES, SecularRoot, largest, leading
 from attnmon.theory.rows import visible_mask
 
 _REFINEMENTS = 4  # quadratic convergence: from the live solver's float32 accuracy to that of float64
@@ -32,12 +31,25 @@ _OVERFLOWS = 80.0  # of a move of the logits: expm1 of it and its products would
 
 
 def spectral_norm(weights: Tensor, tau: float = 1.0, sink: Tensor | None = None) -> Tensor:
-    """lambda_max(diag p - p p^T) / tau, [...] of the weights' dtype, in [0, 1/(2 tau)].
+    """Solve for the exact spectral norm of J, lambda_max(diag p - p p^T) / tau.
 
-    The solver of the live metric ``jacobian``, iterated to float64: O(n), no cancellation in nearly one-hot rows. It
-    carries no gradient: its root is found in place.
+    The solver is that of the live metric ``jacobian``, iterated to float64: O(n), without cancellation in nearly
+    one-hot rows. The result carries no gradient, because the root is found in place.
+
+    Args:
+        weights: float [..., n], p over the keys; 0 at hidden keys.
+        tau: temperature relative to the usual scale, > 0.
+        sink: float [...], the weight of a learned sink; None: there is none.
+
+    Returns:
+        [...] of the weights' dtype, in [0, 1/(2 tau)].
+
+    Raises:
+        AttnmonError: ``tau`` is no finite number > 0.
+
+    Source: ours (definitions, section 4); the paper states only a bound of it, which is false as printed.
     """
-    _check_tau(tau)
+    check_number("tau", tau)
     p = weights.detach().double()
     sink = None if sink is None else sink.detach()
     few = min(p.shape[-1], EIGENVALUE_CANDIDATES)
@@ -62,12 +74,25 @@ def spectral_norm(weights: Tensor, tau: float = 1.0, sink: Tensor | None = None)
 
 
 def frobenius_norm(weights: Tensor, tau: float = 1.0, sink: Tensor | None = None) -> Tensor:
-    """||J||_F, [...] of the weights' dtype, in [0, 1/(2 tau)].
+    """Compute the Frobenius norm of J.
 
-    Its square is sum p^2 - 2 sum p^3 + (sum p^2)^2, which cancels near one-hot rows; computed as
-    sum_i p_i^2 ((1 - p_i)^2 + sum_{j != i} p_j^2), terms >= 0 only.
+    Its square is sum p^2 - 2 sum p^3 + (sum p^2)^2. That form cancels near one-hot rows, so the square is summed as
+    sum_i p_i^2 ((1 - p_i)^2 + sum_{j != i} p_j^2), of terms >= 0 only.
+
+    Args:
+        weights: float [..., n], p over the keys; 0 at hidden keys.
+        tau: temperature relative to the usual scale, > 0.
+        sink: float [...], the weight of a learned sink; None: there is none.
+
+    Returns:
+        [...] of the weights' dtype, in [0, 1/(2 tau)].
+
+    Raises:
+        AttnmonError: ``tau`` is no finite number > 0.
+
+    Source: ours (definitions, section 4).
     """
-    _check_tau(tau)
+    check_number("tau", tau)
     p, rest, at = _parts(weights, sink)
     squares = p.square()
     others = (squares.sum(-1, keepdim=True) - squares).clamp(min=0.0)
@@ -76,55 +101,143 @@ def frobenius_norm(weights: Tensor, tau: float = 1.0, sink: Tensor | None = None
 
 
 def largest_entry(weights: Tensor, tau: float = 1.0, sink: Tensor | None = None) -> Tensor:
-    """max |J_ij| = max p_i (1 - p_i) / tau (it stands on the diagonal), [...], in [0, 1/(4 tau)]."""
-    _check_tau(tau)
+    """Compute the largest absolute entry of J, max p_i (1 - p_i) / tau, which stands on the diagonal.
+
+    Args:
+        weights: float [..., n], p over the keys; 0 at hidden keys.
+        tau: temperature relative to the usual scale, > 0.
+        sink: float [...], the weight of a learned sink; None: there is none.
+
+    Returns:
+        [...] of the weights' dtype, in [0, 1/(4 tau)].
+
+    Raises:
+        AttnmonError: ``tau`` is no finite number > 0.
+
+    Source: ours; the norm in which the paper's 1/(4T) is right.
+    """
+    check_number("tau", tau)
     p, rest, _ = _parts(weights, sink)
     return ((p * rest).amax(-1) / tau).to(weights.dtype)
 
 
 def infinity_norm(weights: Tensor, tau: float = 1.0, sink: Tensor | None = None) -> Tensor:
-    """Largest row sum of |J|: max p_i (1 - p_i + sum_{j != i} p_j) / tau, [...], in [0, 1/(2 tau)].
+    """Compute the infinity norm of J, its largest row sum: max p_i (1 - p_i + sum_{j != i} p_j) / tau.
 
-    Without a sink it is 2 max p_i (1 - p_i) / tau, so twice the largest entry; hence the bound.
+    Without a sink it is 2 max p_i (1 - p_i) / tau, twice the largest entry, which proves the bound.
+
+    Args:
+        weights: float [..., n], p over the keys; 0 at hidden keys.
+        tau: temperature relative to the usual scale, > 0.
+        sink: float [...], the weight of a learned sink; None: there is none.
+
+    Returns:
+        [...] of the weights' dtype, in [0, 1/(2 tau)].
+
+    Raises:
+        AttnmonError: ``tau`` is no finite number > 0.
+
+    Source: ours.
     """
-    _check_tau(tau)
+    check_number("tau", tau)
     p, rest, _ = _parts(weights, sink)
     among_keys = rest if sink is None else rest - sink.double()[..., None]
     return ((p * (rest + among_keys.clamp(min=0.0))).amax(-1) / tau).to(weights.dtype)
 
 
 def entry_bound(tau: float) -> float:
-    """1 / (4 tau): sharp bound of the largest absolute entry. True; the only norm here in which 1/(4T) is right."""
-    return 0.25 / _check_tau(tau)
+    """Return 1 / (4 tau), the sharp upper bound of ``largest_entry``. True.
+
+    Args:
+        tau: temperature relative to the usual scale, > 0.
+
+    Returns:
+        The bound, a number > 0.
+
+    Raises:
+        AttnmonError: ``tau`` is no finite number > 0.
+
+    Source: the paper's sensitivity analysis (section 4), read in the only norm in which its 1/(4T) is right.
+    """
+    check_number("tau", tau)
+    return 0.25 / tau
 
 
 def norm_bound(tau: float) -> float:
-    """1 / (2 tau): sharp bound of the spectral, the Frobenius and the infinity norm. True (ours)."""
-    return 0.5 / _check_tau(tau)
+    """Return 1 / (2 tau), the sharp upper bound of ``spectral_norm``, ``frobenius_norm`` and ``infinity_norm``. True.
+
+    Args:
+        tau: temperature relative to the usual scale, > 0.
+
+    Returns:
+        The bound, a number > 0.
+
+    Raises:
+        AttnmonError: ``tau`` is no finite number > 0.
+
+    Source: ours (definitions, section 4).
+    """
+    check_number("tau", tau)
+    return 0.5 / tau
 
 
 def finite_difference_bound(tau: float, eps: float) -> float:
-    """min(1/(2 tau), sqrt(2)/eps): bound of ``finite_difference``. True (ours).
+    """Return min(1/(2 tau), sqrt(2)/eps), an upper bound of ``finite_difference``. True.
 
-    sqrt 2 is the diameter of the simplex: it limits how far weights can move, so it bounds a step over its length.
+    sqrt 2 is the diameter of the simplex: no step moves the weights farther, so sqrt(2)/eps bounds a move over the
+    length of its step.
+
+    Args:
+        tau: temperature relative to the usual scale, > 0.
+        eps: length of the step in logits, > 0.
+
+    Returns:
+        The bound, a number > 0.
+
+    Raises:
+        AttnmonError: ``tau`` or ``eps`` is no finite number > 0.
+
+    Source: ours (definitions, section 4), in place of the paper's min(1/(4T), sqrt 2) (Algorithm 5).
     """
-    return min(norm_bound(tau), math.sqrt(2.0) / _check_eps(eps))
+    check_number("eps", eps)
+    return min(norm_bound(tau), math.sqrt(2.0) / eps)
 
 
 def paper_expression(tau: float) -> float:
-    """min(1/(4T), sqrt 2): the paper's expression for the spectral norm (not a bound). False as printed.
+    """Return min(1/(4T), sqrt 2), the paper's expression for the spectral norm (not a bound). False as printed.
 
-    Counterexample: two tied logits at T = 0.1 have a spectral norm of 5, the expression is sqrt 2; at T = 1, 0.5
-    against 0.25.
+    Counterexample: two tied logits have a spectral norm of 5 at T = 0.1, where the expression is sqrt 2, and of 0.5 at
+    T = 1, where it is 0.25.
+
+    Args:
+        tau: T, > 0.
+
+    Returns:
+        The expression, a number > 0.
+
+    Raises:
+        AttnmonError: ``tau`` is no finite number > 0.
+
+    Source: the paper's sensitivity analysis (section 4) and Algorithm 5.
     """
-    return min(0.25 / _check_tau(tau), math.sqrt(2.0))
+    check_number("tau", tau)
+    return min(0.25 / tau, math.sqrt(2.0))
 
 
 def eigenvalue_estimates(weights: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """low <= lambda_max(diag p - p p^T) <= high, [...] each, in O(n). True (definitions, section 4).
+    """Enclose lambda_max(diag p - p p^T) in O(n). True.
 
-    low = max(max p_i (1 - p_i), second largest p); high = min(p_max, 2 max p_i (1 - p_i), sqrt(S2 (1 - S2))) with
-    S2 = sum p^2.
+    The lower end is max(max p_i (1 - p_i), second largest p), the upper end
+    min(p_max, 2 max p_i (1 - p_i), sqrt(S2 (1 - S2))) with S2 = sum p^2.
+
+    Args:
+        weights: float [..., n], p over the keys; 0 at hidden keys.
+        sink: float [...], the weight of a learned sink; None: there is none.
+
+    Returns:
+        low and high, [...] of the weights' dtype: low <= lambda_max <= high. At temperature tau divide both by tau.
+
+    Source: ours (definitions, section 4): Gershgorin, interlacing, Frobenius.
     """
     p, rest, _ = _parts(weights, sink)
     variance = (p * rest).amax(-1)
@@ -138,22 +251,27 @@ def eigenvalue_estimates(weights: Tensor, sink: Tensor | None = None) -> tuple[T
 def finite_difference(
     logits: Tensor, direction: Tensor, tau: float, eps: float, visible: Tensor | None = None
 ) -> Tensor:
-    """g(tau, eps) = |softmax((l + eps v)/tau) - softmax(l/tau)|_2 / eps (paper, Algorithm 5).
+    """Compute g(tau, eps) = |softmax((l + eps v)/tau) - softmax(l/tau)|_2 / eps.
 
     Args:
-        logits: [..., n], l, standard scaled logits at temperature 1; float32 or float64, which is what it computes in.
-        direction: broadcastable to [..., n]; scaled here to unit length over each row's visible keys.
+        logits: float32 or float64 [..., n], l, standard scaled logits at temperature 1; their dtype is that of the
+            arithmetic.
+        direction: float, broadcastable to [..., n], v; scaled here to unit length over each row's visible keys.
         tau: temperature, > 0.
         eps: length of the step in logits, > 0.
         visible: bool, broadcastable to [..., n]; None: all keys.
 
     Returns:
-        [...], in [0, ``finite_difference_bound(tau, eps)``]; free of cancellation for small steps and sharp rows.
+        [...] of the logits' dtype, in [0, ``finite_difference_bound(tau, eps)``]; free of cancellation for small steps
+        and sharp rows.
 
     Raises:
-        AttnmonError: tau or eps is not positive and finite, or ``visible`` does not fit.
+        AttnmonError: ``tau`` or ``eps`` is no finite number > 0, or ``visible`` does not fit.
+
+    Source: paper, Algorithm 5.
     """
-    _check_tau(tau), _check_eps(eps)
+    check_number("tau", tau)
+    check_number("eps", eps)
     mask = visible_mask(visible, logits.shape)
     v = direction.to(logits.dtype).expand(logits.shape)
     z = logits / tau
@@ -175,26 +293,29 @@ def finite_difference(
         below = z[far].double()
         below = below - below.gather(-1, at[far])
         rest = torch.exp(below).scatter(-1, at[far], 0.0)
-        moved = large_step(below, move[far].double(), at[far], rest, rest.sum(-1))
+        moved = large_move(below, move[far].double(), at[far], rest, rest.sum(-1))
         length = length.masked_scatter(far, moved)
     return (length / eps).to(logits.dtype)
 
 
-def large_step(below: Tensor, move: Tensor, at: Tensor, rest: Tensor, others: Tensor) -> Tensor:
-    """|softmax(z + move) - softmax(z)| as a plain difference, for moves so large that it keeps its digits.
+def large_move(below: Tensor, move: Tensor, at: Tensor, rest: Tensor, others: Tensor) -> Tensor:
+    """Compute |softmax(z + move) - softmax(z)| for moves so large that a plain difference keeps its digits.
 
-    But for the largest key, whose two weights may both be nearly 1: with Z = 1 + o before and Z' = e' + o' after, e'
-    its own and o' all others', it changes by e' / Z' - 1 / Z = (e' o - o') / (Z Z').
+    Only the largest key needs another form, since both of its weights may be nearly 1. With Z = 1 + o before the move
+    and Z' = e' + o' after it, e' the key's own part and o' that of all others, its weight changes by
+    e' / Z' - 1 / Z = (e' o - o') / (Z Z').
 
     Args:
-        below: [R, n], z - max z; far below 0 at hidden keys.
-        move: [R, n], 0 at the largest key.
+        below: float32 or float64 [R, n], z - max z; far below 0 at hidden keys.
+        move: [R, n] of the same dtype, 0 at the largest key.
         at: int64 [R, 1], the largest key.
-        rest: [R, n], exp(below), 0 at the largest key.
-        others: [R], o, their sum.
+        rest: [R, n] of the same dtype, exp(below), but 0 at the largest key.
+        others: [R] of the same dtype, o, the sum of ``rest``.
 
     Returns:
-        [R], in [0, sqrt 2].
+        [R] of the same dtype, in [0, sqrt 2].
+
+    Source: ours; the step itself is the paper's (Algorithm 5).
     """
     moved = below + move
     top = moved.amax(-1, keepdim=True)
@@ -209,7 +330,7 @@ def large_step(below: Tensor, move: Tensor, at: Tensor, rest: Tensor, others: Te
 
 
 def row_directions(query_positions: Tensor, num_keys: int) -> Tensor:
-    """The directions of ``jacobian_fd`` for rows of given positions (``attnmon.stats.directions``).
+    """Give the directions that the live metric ``jacobian_fd`` takes for rows of given positions.
 
     Args:
         query_positions: int64 [R], counted from the sequence's first key.
@@ -217,27 +338,20 @@ def row_directions(query_positions: Tensor, num_keys: int) -> Tensor:
 
     Returns:
         float32 [R, num_keys], standard normals; ``finite_difference`` scales them to unit length.
+
+    Source: ours (``attnmon.stats.directions``); the paper draws one random direction a row (Algorithm 5).
     """
     return direction_windows(direction_start(query_positions), num_keys)
 
 
 def _parts(weights: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """p and 1 - p in float64, the latter of the largest weight as the sum of the others; and where that one is."""
+    """Split rows into p, 1 - p (for the largest weight the sum of the others) and the index of the largest weight.
+
+    All numbers are float64.
+    """
     p = weights.double()
     at = p.argmax(-1, keepdim=True)
     others = p.scatter(-1, at, 0.0).sum(-1, keepdim=True)
     if sink is not None:
         others = others + sink.double()[..., None]
     return p, (1.0 - p).scatter(-1, at, others), at
-
-
-def _check_tau(tau: float) -> float:
-    if not 0.0 < tau < math.inf:
-        raise AttnmonError(f"tau must be positive and finite, not {tau}")
-    return tau
-
-
-def _check_eps(eps: float) -> float:
-    if not 0.0 < eps < math.inf:
-        raise AttnmonError(f"eps must be positive and finite, not {eps}")
-    return eps

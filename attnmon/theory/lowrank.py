@@ -1,11 +1,11 @@
-"""The spectral norm of diag(d) - U V^T without forming the matrix: what the Jacobian of many normalizers looks like.
+"""The spectral norm of diag(d) - U V^T, the form of many normalizers' Jacobians, without forming the matrix.
 
 M = J^T J = D^2 + W C W^T with W = [D U, V] and C = [[0, -I], [-I, U^T U]]. By Haynsworth's inertia formula the number
 of eigenvalues of M above t is
 
     #(d_i^2 > t) + (positive eigenvalues of -C^-1 - W^T (D^2 - t)^-1 W) - k,     C^-1 = [[-U^T U, -I], [-I, 0]],
 
-a count of O(n k^2) work, so the largest singular value is found by bisection to the last digits.
+a count of O(n k^2) work, so the largest singular value is found by bisection to the last digits. Source: ours.
 """
 
 from __future__ import annotations
@@ -19,16 +19,20 @@ _CUT = 0.4931  # of the interval: at one half, simple fractions of the bound wou
 
 
 def spectral_norm_low_rank(diagonal: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Largest singular value of each diag(d) - U V^T.
+    """Find the largest singular value of each diag(d) - U V^T.
+
+    With b = max |d| + sum_j |u_j| |v_j|, an upper bound of the norm, the error is about 1e-15 b where the norm is of
+    the order of b, and never much above 1e-8 b: a matrix that nearly vanishes by cancellation keeps no more.
 
     Args:
-        diagonal: d, float64 [..., n].
-        left, right: U and V, float64 [..., n, k] with a small k.
+        diagonal: float64 [..., n], d.
+        left: float64 [..., n, k], U, of a small k.
+        right: float64 [..., n, k], V.
 
     Returns:
-        float64 [...]; NaN where an input is not finite. With b = max |d| + sum_j |u_j| |v_j|, an upper bound of it, the
-        error is about 1e-15 b where the norm is of the order of b, and never much above 1e-8 b: a matrix that nearly
-        vanishes by cancellation keeps no more.
+        float64 [...]; NaN where an input is not finite.
+
+    Source: ours.
     """
     shape, n, k = diagonal.shape[:-1], diagonal.shape[-1], left.shape[-1]
     d, u, v = diagonal.reshape(-1, n), left.reshape(-1, n, k), right.reshape(-1, n, k)

@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from attnmon.checks import check_number
 from attnmon.errors import AttnmonError, MissingExtra
-from attnmon.theory.general_form import General, Normalizer, check_positive, row_of
+from attnmon.theory.general_form import General, Normalizer, row_of
 from attnmon.theory.jacobian import spectral_norm
 from attnmon.theory.lowrank import spectral_norm_low_rank
 
@@ -39,13 +40,22 @@ _SHARES = "the shares |alpha| / sum |alpha|"
 
 @dataclass(frozen=True)
 class Softmax(Normalizer):
-    """F = exp(l / T). J = (diag p - p p^T) / T, spectral norm at most 1/(2T)."""
+    """The general form with F = exp(l / T); J = (diag p - p p^T) / T has a spectral norm of at most 1/(2T).
+
+    Args:
+        temperature: T, > 0, relative to the usual scale.
+
+    Raises:
+        AttnmonError: the temperature is out of range.
+
+    Source: paper, section 2; the bound is ours.
+    """
 
     temperature: float = 1.0
     source: ClassVar[str] = "paper, section 2"
 
     def __post_init__(self) -> None:
-        check_positive("temperature", self.temperature)
+        check_number("temperature", self.temperature)
 
     @property
     def label(self) -> str:
@@ -63,9 +73,18 @@ class Softmax(Normalizer):
 
 @dataclass(frozen=True)
 class SoftmaxWithSink(Normalizer):
-    """alpha_i = exp(l_i / T) / (exp(sink) + sum_j exp(l_j / T)): a learned sink; sink = 0 is "softmax off by one".
+    """Softmax with a learned sink, alpha_i = exp(l_i / T) / (exp(sink) + sum_j exp(l_j / T)).
 
-    The sink is one more outcome, never a key: it belongs to the entropy, and what it takes the keys lack.
+    The sink is one more outcome, never a key: it belongs to the entropy, and the keys lack the weight that it takes.
+
+    Args:
+        sink: logit of the sink; 0 gives "softmax off by one".
+        temperature: T, > 0, relative to the usual scale.
+
+    Raises:
+        AttnmonError: the temperature or the sink is out of range.
+
+    Source: E. Miller, "Attention is off by one" (2023); learned sinks of gpt-oss; the norm is ours.
     """
 
     sink: float = 0.0
@@ -75,7 +94,7 @@ class SoftmaxWithSink(Normalizer):
     source: ClassVar[str] = "softmax off by one (E. Miller, 2023); learned sinks, gpt-oss"
 
     def __post_init__(self) -> None:
-        check_positive("temperature", self.temperature)
+        check_number("temperature", self.temperature)
         if not math.isfinite(self.sink):
             raise AttnmonError(f"sink must be a finite logit, not {self.sink}")
 
@@ -84,6 +103,7 @@ class SoftmaxWithSink(Normalizer):
         return f"softmax with sink (logit {self.sink:g}, T = {self.temperature:g})"
 
     def max_entropy(self, n: Tensor) -> Tensor:
+        """Compute ln(n + 1), since the sink is one more outcome: float [...] -> [...]."""
         return torch.log(n + 1.0)
 
     def _outcomes(self, z: Tensor, mask: Tensor) -> Tensor:
@@ -103,16 +123,24 @@ class SoftmaxWithSink(Normalizer):
 
 @dataclass(frozen=True)
 class ScalableSoftmax(Normalizer):
-    """softmax(s ln(n) l), n the visible keys of the row: s is learned per head in its source.
+    """softmax(s ln(n) l), n the visible keys of the row.
 
-    J = s ln n (diag p - p p^T): its norm may grow as ln n, up to (s / 2) ln n at a tie.
+    J = s ln n (diag p - p p^T) has a norm that may grow as ln n, up to (s / 2) ln n at a tie.
+
+    Args:
+        s: > 0; learned per head in its source.
+
+    Raises:
+        AttnmonError: ``s`` is out of range.
+
+    Source: Scalable-Softmax, arXiv 2501.19399; the norm is ours.
     """
 
     s: float = 1.0
     source: ClassVar[str] = "Scalable-Softmax, arXiv 2501.19399"
 
     def __post_init__(self) -> None:
-        check_positive("s", self.s)
+        check_number("s", self.s)
 
     @property
     def label(self) -> str:
@@ -133,9 +161,18 @@ class ScalableSoftmax(Normalizer):
 
 @dataclass(frozen=True)
 class Entmax(Normalizer):
-    """alpha-entmax of l / T: sparse for alpha > 1; alpha = 2 is sparsemax, alpha -> 1 softmax. Needs ``entmax``.
+    """alpha-entmax of l / T, which is sparse; alpha = 2 is sparsemax, alpha -> 1 softmax. Needs ``entmax``.
 
     J = (diag s - s s^T / sum s) / T with s = p^(2 - alpha) on the support, 0 elsewhere.
+
+    Args:
+        alpha: > 1.
+        temperature: T, > 0, relative to the usual scale.
+
+    Raises:
+        AttnmonError: the temperature or ``alpha`` is out of range.
+
+    Source: Peters, Niculae, Martins, arXiv 1905.05702; the norm is ours.
     """
 
     alpha: float = 1.5
@@ -143,9 +180,8 @@ class Entmax(Normalizer):
     source: ClassVar[str] = "Peters, Niculae, Martins, arXiv 1905.05702"
 
     def __post_init__(self) -> None:
-        check_positive("temperature", self.temperature)
-        if not 1.0 < self.alpha < math.inf:
-            raise AttnmonError(f"alpha of entmax must be above 1 (1 is softmax), not {self.alpha}")
+        check_number("temperature", self.temperature)
+        check_number("alpha", self.alpha, above=1.0)
 
     @property
     def label(self) -> str:
@@ -158,7 +194,7 @@ class Entmax(Normalizer):
         p = self._weights(z, mask)
         s = torch.where(p > 0.0, p.clamp(min=torch.finfo(p.dtype).tiny) ** (2.0 - self.alpha), 0.0)
         total = s.sum(-1, keepdim=True)
-        # that of other weights, s / sum s, times their sum
+        # J is the Jacobian of softmax at the weights s / sum s, times sum s
         return spectral_norm(s / total) * total[..., 0] / self.temperature
 
 
@@ -167,13 +203,21 @@ class Sparsemax(Normalizer):
     """The Euclidean projection of l / T onto the simplex: 2-entmax. Needs ``entmax``.
 
     Its Jacobian has a spectral norm of 1/T for a support of two or more keys, 0 for one.
+
+    Args:
+        temperature: T, > 0, relative to the usual scale.
+
+    Raises:
+        AttnmonError: the temperature is out of range.
+
+    Source: Martins, Astudillo, arXiv 1602.02068; the norm is ours.
     """
 
     temperature: float = 1.0
     source: ClassVar[str] = "Martins, Astudillo, arXiv 1602.02068"
 
     def __post_init__(self) -> None:
-        check_positive("temperature", self.temperature)
+        check_number("temperature", self.temperature)
 
     @property
     def label(self) -> str:
@@ -189,11 +233,17 @@ class Sparsemax(Normalizer):
 
 @dataclass(frozen=True)
 class SelfAdjustedSoftmax(Normalizer):
-    """SA-softmax: l_i p_i, p = softmax(l); normalized: (l_i - m) / (M - m) p_i, m = min(min l, 0), M = max(max l, 0).
+    """SA-softmax: l_i p_i with p = softmax(l), or (l_i - m) / (M - m) p_i with m = min(min l, 0), M = max(max l, 0).
 
     The weights sum to sum l_i p_i, or to something in [0, 1]: not to one, in either variant. The plain variant's may be
     negative. Where min l or max l is tied the normalized variant has no derivative; the norm is then that of the
-    Jacobian that moves the first of the tied keys. NaN where all logits are 0, which leaves 0/0.
+    Jacobian that moves the first of the tied keys. The normalized variant is NaN where all logits are 0, which leaves
+    0/0.
+
+    Args:
+        normalized: the second form.
+
+    Source: Self-Adjust Softmax, arXiv 2502.18277; the norm is ours.
     """
 
     normalized: bool = False
@@ -206,7 +256,7 @@ class SelfAdjustedSoftmax(Normalizer):
         return f"self-adjusted softmax{' (normalized variant)' if self.normalized else ''}"
 
     def _scaled(self, z: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """p, m and M."""
+        """Compute p, m and M."""
         p = torch.softmax(torch.where(mask, z, -math.inf), -1)
         low = torch.where(mask, z, math.inf).amin(-1, keepdim=True).clamp(max=0.0)
         high = torch.where(mask, z, -math.inf).amax(-1, keepdim=True).clamp(min=0.0)
@@ -234,9 +284,18 @@ class SelfAdjustedSoftmax(Normalizer):
 
 @dataclass(frozen=True)
 class Sigmoid(Normalizer):
-    """sigmoid(l / T + b), key by key: nothing is normalized. J is diagonal, its norm max a (1 - a) / T <= 1/(4T).
+    """sigmoid(l / T + b), key by key, so that nothing is normalized.
 
-    b: None is -ln n, n the visible keys of the row, as its source recommends.
+    J is diagonal and has the norm max a (1 - a) / T <= 1/(4T).
+
+    Args:
+        bias: b; None stands for -ln n, n the visible keys of the row, as the source recommends.
+        temperature: T, > 0, relative to the usual scale.
+
+    Raises:
+        AttnmonError: the temperature is out of range.
+
+    Source: sigmoid attention, arXiv 2409.04431; the norm is ours.
     """
 
     bias: float | None = None
@@ -246,7 +305,7 @@ class Sigmoid(Normalizer):
     source: ClassVar[str] = "sigmoid attention, arXiv 2409.04431"
 
     def __post_init__(self) -> None:
-        check_positive("temperature", self.temperature)
+        check_number("temperature", self.temperature)
 
     @property
     def label(self) -> str:
@@ -267,7 +326,10 @@ class Sigmoid(Normalizer):
 
 
 def default_normalizers() -> tuple[Normalizer, ...]:
-    """Each normalizer of this module with its default parameters; both variants of SA-softmax."""
+    """Build each normalizer of this module with its default parameters, SA-softmax in both variants.
+
+    Source: the choice is ours.
+    """
     return (
         Softmax(),
         SoftmaxWithSink(),
@@ -283,12 +345,12 @@ def default_normalizers() -> tuple[Normalizer, ...]:
 def compare(
     logits: Tensor, normalizers: Iterable[Normalizer] | None = None, visible: Tensor | None = None
 ) -> list[dict[str, Any]]:
-    """The normalizers side by side on the same rows.
+    """Measure normalizers side by side on the same rows.
 
     Args:
-        logits: l, [..., n].
-        normalizers: None: ``default_normalizers()``.
-        visible: bool, broadcastable to [..., n]; None: all keys.
+        logits: float [..., n], l, finite at visible keys.
+        normalizers: what to measure; None: ``default_normalizers()``.
+        visible: bool, broadcastable to [..., n]; None: all keys. Every row must see a key.
 
     Returns:
         Tidy records, one for each normalizer and metric: "normalizer", "sums_to_one", "entropy_of", "metric",
@@ -296,6 +358,12 @@ def compare(
         over rows unless said: "weight_sum"; "max_weight"; "support", the share of visible keys whose weight is not 0;
         "entropy" in nats; "entropy_norm", over its largest value, rows of two or more keys; "jacobian", exact
         spectral norm; "jacobian_max", its maximum. Without a row the value is NaN.
+
+    Raises:
+        AttnmonError: ``logits`` is no float tensor, or ``visible`` does not fit.
+        MissingExtra: ``entmax`` is absent and a normalizer needs it.
+
+    Source: ours.
     """
     z, mask = row_of(logits, visible)
     n = mask.sum(-1, dtype=torch.float64)
@@ -329,7 +397,7 @@ def compare(
 
 
 def _softmax_entropy(z: Tensor) -> Tensor:
-    """Entropy of softmax(z), of terms >= 0 only (as the reference has it); -inf is no outcome."""
+    """Compute the entropy of softmax(z) from terms >= 0 only; -inf is no outcome."""
     top, at = z.max(-1, keepdim=True)
     below = top - z
     w = torch.exp(-below)
@@ -338,7 +406,7 @@ def _softmax_entropy(z: Tensor) -> Tensor:
 
 
 def _sparse_weights(z: Tensor, mask: Tensor, alpha: float, temperature: float) -> Tensor:
-    """alpha-entmax of z / T over the visible keys; the package knows no mask."""
+    """Compute alpha-entmax of z / T over the visible keys; the package knows no mask."""
     # relative to the largest, so that no square of a hidden key overflows
     top = torch.where(mask, z, -math.inf).amax(-1, keepdim=True)
     below = torch.where(mask, (z - top) / temperature, -_BELOW).clamp(min=-_BELOW)

@@ -1,9 +1,10 @@
-"""Rows of attention weights with the vectors of their keys: what every geometric statement is evaluated on.
+"""Rows of attention weights with the vectors of their keys, which every geometric statement is evaluated on.
 
 A row is one query's weights p over its n visible keys; x_i is key i's vector, y_i = p_i x_i. Sums and distances come
 from products (x_i . v, |x_i|^2) in float64, not from [rows, keys, E] differences; rows in which that cancels are
-recomputed from difference vectors. As in ``attnmon.stats.streaming.separation``, distances from one center c are
-ordered by their excess |a_i x_i - c|^2 - |c|^2 = a_i (a_i |x_i|^2 - 2 c.x_i), which keeps its digits where a_i is tiny.
+recomputed from difference vectors. Distances from one center c are ordered by their excess
+|a_i x_i - c|^2 - |c|^2 = a_i (a_i |x_i|^2 - 2 c.x_i), which keeps its digits where a_i is tiny. Source: the rows are
+those of the paper (arXiv 2508.17821, section 3), the arithmetic is ours.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from attnmon.checks import check_whole
 from attnmon.errors import AttnmonError
-from attnmon.stats.streaming.top_keys import largest
+from attnmon.stats.streaming import largest
 
 _CANCELS = 1e-6  # of min |a x - c|^2 / |c|^2: closer, the product form has fewer than nine digits
 _EXACT_ELEMENTS = 1 << 22  # of [rows, n, E] differences at a time
@@ -26,13 +28,23 @@ class TokenRows:
     """Weights and vectors of rows, in float64.
 
     Args:
-        weights: [..., n], float32 or float64, >= 0, of sum 1, or less where a sink takes the rest. Those of hidden
+        weights: float32 or float64 [..., n], >= 0, of sum 1, or less where a sink takes the rest. Those of hidden
             keys are not read.
-        tokens: [n, E], one matrix that all rows share, or [..., n, E] with the weights' leading axes.
+        tokens: float [n, E], one matrix that all rows share, or [..., n, E] with the weights' leading axes.
         visible: bool, broadcastable to [..., n]; None: all keys.
+
+    Attributes:
+        shared: all rows share one matrix of vectors.
+        dtype: of the weights as given, in which results are returned.
+        visible: bool [..., n], or None if all keys are visible.
+        p: float64 [..., n], weights; 0 at hidden keys.
+        x: float64 [n, E] or [..., n, E], vectors.
+        n: float64 [...], number of visible keys.
 
     Raises:
         AttnmonError: the shapes do not fit, an input is no float tensor, or a visible weight or a vector is not finite.
+
+    Source: paper, section 3, for the rows; the arithmetic is ours.
     """
 
     def __init__(self, weights: Tensor, tokens: Tensor, visible: Tensor | None = None) -> None:
@@ -65,47 +77,47 @@ class TokenRows:
 
     @cached_property
     def squares(self) -> Tensor:
-        """|x_i|^2, [n] or [..., n]."""
+        """|x_i|^2, float64 [n] or [..., n]."""
         return self.x.square().sum(-1)
 
     def combine(self, scale: Tensor) -> Tensor:
-        """sum_i scale_i x_i, [..., E]."""
+        """Sum scale_i x_i over the keys: float64 [..., n] -> float64 [..., E]."""
         return scale @ self.x if self.shared else (scale[..., None, :] @ self.x).squeeze(-2)
 
     def along(self, vector: Tensor) -> Tensor:
-        """x_i . vector for a vector [..., E] of each row, [..., n]."""
+        """Multiply every x_i by a vector of its row: float64 [..., E] -> float64 [..., n]."""
         return vector @ self.x.T if self.shared else (self.x @ vector[..., None]).squeeze(-1)
 
     @cached_property
     def output(self) -> Tensor:
-        """sum_j p_j x_j over all visible keys, [..., E]."""
+        """sum_j p_j x_j over all visible keys, float64 [..., E]."""
         return self.combine(self.p)
 
     @cached_property
     def along_output(self) -> Tensor:
-        """x_i . sum_j p_j x_j, [..., n]."""
+        """x_i . sum_j p_j x_j, float64 [..., n]."""
         return self.along(self.output)
 
     @cached_property
     def largest_norm(self) -> Tensor:
-        """max |x_i| over the visible keys, [...]."""
+        """max |x_i| over the visible keys, float64 [...]."""
         norms = self.squares.sqrt().expand(self.p.shape)
         return (norms if self.visible is None else torch.where(self.visible, norms, 0.0)).amax(-1)
 
     def offsets(
         self, scale: Tensor, center: Tensor, among: Tensor | None, along: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """How far scale_i x_i lies from the center, for every key.
+        """Compute how far scale_i x_i lies from the center, for every key.
 
         Args:
-            scale: [..., n].
-            center: [..., E].
-            among: bool [..., n], the keys whose distances must keep their digits though they be small; None: all.
-            along: x_i . center, if it is known.
+            scale: float64 [..., n].
+            center: float64 [..., E].
+            among: bool [..., n], the keys whose distances must keep their digits even where they are small; None: all.
+            along: float64 [..., n], x_i . center, if it is known.
 
         Returns:
-            A key that orders each row's distances exactly, and the distances themselves, both [..., n]. The
-            entries of hidden keys mean nothing.
+            A number that orders each row's distances exactly, and the distances themselves, both float64 [..., n].
+            The entries of hidden keys mean nothing.
         """
         along = self.along(center) if along is None else along
         center_square = center.square().sum(-1)
@@ -136,19 +148,28 @@ class TokenRows:
             lengths[at] = gaps
 
     def seen(self, values: Tensor, otherwise: float = 0.0) -> Tensor:
-        """``values`` with those of hidden keys replaced."""
+        """Replace the values of hidden keys, [..., n]."""
         return values if self.visible is None else torch.where(self.visible, values, otherwise)
 
     def outside(self, selected: Tensor) -> Tensor:
-        """The visible keys that are not selected, bool [..., n]."""
+        """Mark the visible keys that are not selected: bool [..., n] -> bool [..., n]."""
         return ~selected if self.visible is None else ~selected & self.visible
 
 
 def visible_mask(visible: Tensor | None, shape: torch.Size) -> Tensor | None:
-    """The mask expanded to the rows; None for all visible.
+    """Expand a mask to the rows.
+
+    Args:
+        visible: bool, broadcastable to ``shape``; None: all keys.
+        shape: of the rows, (..., n).
+
+    Returns:
+        bool of that shape, or None for all keys.
 
     Raises:
         AttnmonError: it is not bool, or does not broadcast to ``shape``.
+
+    Source: ours (definitions, section 1): a row is its visible keys.
     """
     if visible is None:
         return None
@@ -160,25 +181,20 @@ def visible_mask(visible: Tensor | None, shape: torch.Size) -> Tensor | None:
         raise AttnmonError(f"visible {list(visible.shape)} does not broadcast to the rows {list(shape)}") from None
 
 
-def check_top_n(top_n: int) -> int:
-    """``top_n`` itself, a positive integer.
-
-    Raises:
-        AttnmonError: it is not.
-    """
-    if isinstance(top_n, bool) or not isinstance(top_n, int) or top_n < 1:
-        raise AttnmonError(f"top_n must be a whole number of at least 1, not {top_n!r}")
-    return top_n
-
-
 def ranking(rows: TokenRows, count: int) -> tuple[Tensor, Tensor]:
-    """The ``count`` largest weights of each row, descending, and their keys; hidden keys come last.
+    """Find the ``count`` largest weights of each row, descending, and their keys; hidden keys come last.
 
     Of equal weights the lowest index comes first, as everywhere in attnmon, so the first N are I_N for every
     N < ``count`` (and for N = ``count`` where that is all keys).
 
+    Args:
+        rows: weights and vectors.
+        count: at most the number of keys.
+
     Returns:
-        float64 and int64 [..., count].
+        weights, float64 [..., count], and keys, int64 [..., count].
+
+    Source: paper, section 3, definition of I_N; the order of ties is ours.
     """
     values = rows.seen(rows.p, _HIDDEN)
     index = largest(values.detach(), count, count, _HIDDEN / 2)[1]  # its working memory does not go with autograd
@@ -192,13 +208,37 @@ def ranking(rows: TokenRows, count: int) -> tuple[Tensor, Tensor]:
 
 
 def selection(rows: TokenRows, index: Tensor, top_n: int) -> Tensor:
-    """I_N of each row from its ranking, bool [..., n]; every visible key where the row has no more than N."""
+    """Mark I_N of each row.
+
+    Args:
+        rows: weights and vectors.
+        index: int64 [..., K], the keys of ``ranking``.
+        top_n: N, at most K.
+
+    Returns:
+        bool [..., n]; every visible key where the row has no more than N.
+
+    Source: paper, section 3, definition of I_N.
+    """
     chosen = torch.zeros(rows.p.shape, dtype=torch.bool, device=rows.p.device)
     chosen.scatter_(-1, index[..., :top_n], True)
     return chosen if rows.visible is None else chosen & rows.visible
 
 
 def top_n_selection(rows: TokenRows, top_n: int) -> Tensor:
-    """I_N of each row, bool [..., n]."""
-    length = rows.p.shape[-1]
-    return selection(rows, ranking(rows, min(length, check_top_n(top_n) + 1))[1], top_n)
+    """Rank the keys and mark I_N of each row.
+
+    Args:
+        rows: weights and vectors.
+        top_n: N, at least 1.
+
+    Returns:
+        bool [..., n].
+
+    Raises:
+        AttnmonError: ``top_n`` is no whole number of at least 1.
+
+    Source: paper, section 3, definition of I_N.
+    """
+    check_whole("top_n", top_n)
+    return selection(rows, ranking(rows, min(rows.p.shape[-1], top_n + 1))[1], top_n)

@@ -1,7 +1,7 @@
 """Separability of the selected keys and Theorem 2 of the paper (arXiv 2508.17821, section 3).
 
 D_i = |p_i x_i - s| with s = sum over I_N of p_j x_j; r = least D outside I_N. A selected key is separated if D_i < r,
-strictly: with the paper's closed ball the nearest outsider lies on the boundary and no key ever were.
+strictly: with the paper's closed ball the nearest outsider lies on the boundary and no key would ever be separated.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from attnmon.checks import check_whole
 from attnmon.theory.geometry import pair_squares
-from attnmon.theory.rows import TokenRows, check_top_n, ranking, selection
+from attnmon.theory.rows import TokenRows, ranking, selection
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Separation:
-    """What one N says of each row; every field [...] of the weights' dtype, NaN for rows with n <= N.
+    """What one N says of each row; every field is [...] of the weights' dtype, NaN for rows with n <= N.
 
     Attributes:
         fraction: N_s / N in [0, 1], the live metric ``separability``; 1 for N = 1.
         radius: r >= 0.
         lower_bound: Theorem 2, lower: 1 - (1/(r N)) sum over I_N of D_i <= fraction. True. May be negative; -inf where
             r = 0, when nothing is claimed.
-        lower_bound_xi: the paper's weaker one, with xi_i >= D_i in place of D_i. True. M is the largest |x| of the
+        lower_bound_xi: the paper's weaker bound, with xi_i >= D_i in place of D_i. True. M is the largest |x| of the
             row, delta the least distance between two of its visible keys.
         paper_expression: (1/N) sum exp(-(r - xi_i)^2 / (16 M^2)): the paper's expression (not a bound). Theorem 2's
             "upper bound" is false as printed: p = (0.46, 0.46, 0.04, 0.04) and x = (1, 0), (0, 1), (-1, 0), (0, -1)
@@ -35,6 +36,8 @@ class Separation:
         f_score: harmonic mean of precision and recall; 0 where recall is 0.
         margin: r - max D inside; positive exactly where all N are separated (N = 1: r).
         retained_mass: sum of p over I_N, in [0, 1].
+
+    Source: paper, section 3 and Theorem 2, for all up to ``paper_expression``; the authors' later work for the others.
     """
 
     fraction: Tensor
@@ -49,26 +52,32 @@ class Separation:
     retained_mass: Tensor
 
     def to(self, dtype: torch.dtype) -> Separation:
-        """The same numbers in another dtype."""
+        """Convert every field to another dtype."""
         return Separation(*(getattr(self, field.name).to(dtype) for field in fields(self)))
 
 
 def separability(weights: Tensor, tokens: Tensor, top_n: int, visible: Tensor | None = None) -> Separation:
-    """N_s / N with Theorem 2's bounds, precision, recall, F, margin and retained mass (section 3; later work).
+    """Compute N_s / N with Theorem 2's bounds, precision, recall, F, margin and retained mass.
 
     Stronger separation often goes with worse loss: no field is a quality score.
 
     Args:
-        weights: [..., n].
-        tokens: [n, E] shared by all rows, or [..., n, E].
-        top_n: N.
+        weights: float32 or float64 [..., n], p; those of hidden keys are not read.
+        tokens: float [n, E] shared by all rows, or [..., n, E]: x.
+        top_n: N, at least 1.
         visible: bool, broadcastable to [..., n]; None: all keys.
 
+    Returns:
+        One number a row for each measure; each field says whether it is a bound.
+
     Raises:
-        AttnmonError: the shapes do not fit, or ``top_n`` is no positive integer.
+        AttnmonError: the shapes do not fit, a number is not finite, or ``top_n`` is no whole number of at least 1.
+
+    Source: paper, section 3 and Theorem 2; the authors' later work for precision, F, margin and retained mass.
     """
+    check_whole("top_n", top_n)
     rows = TokenRows(weights, tokens, visible)
-    top, index = ranking(rows, min(rows.p.shape[-1], check_top_n(top_n) + 1))
+    top, index = ranking(rows, min(rows.p.shape[-1], top_n + 1))
     inside = selection(rows, index, top_n)
     return separation(rows, top, index, inside, top_n, least_pair(rows))[0].to(rows.dtype)
 
@@ -76,7 +85,21 @@ def separability(weights: Tensor, tokens: Tensor, top_n: int, visible: Tensor | 
 def separation(
     rows: TokenRows, top: Tensor, index: Tensor, inside: Tensor, top_n: int, delta_square: Tensor
 ) -> tuple[Separation, Tensor]:
-    """The measures of one N from a row's ranking, and d~, which falls out of the same distances; float64."""
+    """Compute the measures of one N from a row's ranking, and d~ from the same distances.
+
+    Args:
+        rows: weights and vectors.
+        top: float64 [..., K], the K >= N largest weights of ``ranking``.
+        index: int64 [..., K], their keys.
+        inside: bool [..., n], I_N.
+        top_n: N.
+        delta_square: float64 [...], ``least_pair``.
+
+    Returns:
+        The measures, and d~ [...]; all float64.
+
+    Source: paper, section 3 and Theorem 2; the authors' later work for precision, F, margin and retained mass.
+    """
     outside = rows.outside(inside)
     s = rows.combine(torch.where(inside, rows.p, 0.0))
     order, lengths = rows.offsets(rows.p, s, outside)
@@ -121,7 +144,7 @@ def separation(
 
 
 def _xi(top: Tensor, largest_norm: Tensor, delta_square: Tensor) -> Tensor:
-    """xi_i^2 = M^2 sum p_j^2 + (M^2 - delta^2/2) sum_{j != k} p_j p_k over I_N without i."""
+    """Compute xi_i, xi_i^2 = M^2 sum p_j^2 + (M^2 - delta^2/2) sum_{j != k} p_j p_k over I_N without i; [..., N]."""
     squares = top.square()
     mass = top.sum(-1, keepdim=True) - top
     square = squares.sum(-1, keepdim=True) - squares
@@ -134,10 +157,19 @@ def _xi(top: Tensor, largest_norm: Tensor, delta_square: Tensor) -> Tensor:
 
 
 def least_pair(rows: TokenRows, squares: Tensor | None = None) -> Tensor:
-    """delta^2, the least |x_i - x_j|^2 between two visible keys of each row, float64 [...]; inf for n < 2.
+    """Find delta^2, the least |x_i - x_j|^2 between two visible keys of each row.
 
     Rows that share their keys and see a prefix of them (causal rows) cost one pass over all pairs together; other
-    masks one pass a row.
+    masks cost one pass a row.
+
+    Args:
+        rows: weights and vectors.
+        squares: float64 [n, n], ``pair_squares`` of the shared tokens, if it is known.
+
+    Returns:
+        float64 [...]; inf for n < 2.
+
+    Source: paper, Theorem 2, for delta.
     """
     if not rows.shared:
         flat = rows.x.flatten(0, -3)
@@ -158,7 +190,7 @@ def least_pair(rows: TokenRows, squares: Tensor | None = None) -> Tensor:
 
 
 def _least_of(squares: Tensor, mask: Tensor | None) -> Tensor:
-    """Least entry off the diagonal, among the masked keys only."""
+    """Find the least entry off the diagonal, among the keys of the mask only."""
     pairs = squares if mask is None else squares[mask][:, mask]
     if pairs.shape[0] < 2:
         return squares.new_tensor(math.inf)

@@ -1,4 +1,4 @@
-"""Writers: where snapshots and alerts go. Importing this imports neither tensorboard nor Pillow."""
+"""Writers: where snapshots and alerts go. Importing this package imports neither tensorboard nor Pillow."""
 
 from attnmon.writers.base import Writer
 from attnmon.writers.console import ConsoleWriter, heads_table

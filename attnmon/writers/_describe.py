@@ -1,4 +1,4 @@
-"""Words and pooled numbers that several writers share: the choices behind a number, and one number for all heads."""
+"""Texts and numbers that several writers share: settings behind a metric, pooled values, tags, short paths."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _SYMBOLS = {"top_n": "N", "tokens": "tokens", "fd_epsilon": "eps"}
 
 
 def choices(metric: str, settings: Mapping[str, Any]) -> str:
-    """The choices that a metric's value depends on, as "N = 16, tokens = value"; "" if there are none."""
+    """Return the settings that a metric's value depends on, as "N = 16, tokens = value"; "" if there are none."""
     return ", ".join(f"{_SYMBOLS[name]} = {settings.get(name, 'unknown')}" for name in _CHOICES.get(metric, ()))
 
 
 def unit_label(metric: str) -> str:
-    """ "nats", "logits", "dimensionless"; "" for a metric that is not in the table."""
+    """Return "nats", "logits" or "dimensionless"; "" for a metric that is not in ``METRICS``."""
     info = METRICS.get(metric)
     return "" if info is None else "dimensionless" if info.unit == "1" else info.unit
 
 
 class Pooled(NamedTuple):
-    """Over the heads whose value is finite."""
+    """Mean, minimum and maximum of a metric over heads, in the units of the metric."""
 
     mean: float
     min: float
@@ -40,7 +40,7 @@ class Pooled(NamedTuple):
 
 
 def pool(by_path: Mapping[str, FloatArray]) -> Pooled | None:
-    """Mean, minimum and maximum over all heads, heads weighing alike; None if no head has a finite value."""
+    """Pool the finite values of all heads, heads weighing alike; None if no head has a finite value."""
     arrays = list(by_path.values())
     if not arrays:
         return None
@@ -52,7 +52,12 @@ def pool(by_path: Mapping[str, FloatArray]) -> Pooled | None:
 
 
 def snapshot_scalars(snapshot: Snapshot) -> dict[str, float]:
-    """Tag -> number: mean, minimum and maximum of each metric over heads, and the row counts."""
+    """Return tag -> number for loggers of scalars.
+
+    - ``attnmon/<metric>/mean``, ``/min``, ``/max``: see ``pool``; a metric without a finite value has no tags.
+    - ``attnmon/rows/total``: rows (query positions, summed over heads) that entered the statistics.
+    - ``attnmon/excluded/total``, ``attnmon/excluded/<reason>``: rows left out, all together and by reason.
+    """
     scalars: dict[str, float] = {}
     for metric in snapshot.metrics:
         pooled = pool(snapshot[metric])
@@ -70,9 +75,10 @@ def _total(by_path: Mapping[str, CountArray]) -> float:
 
 
 def short_paths(paths: Sequence[str], limit: int = 26) -> list[str]:
-    """Module paths without the components that all of them begin with, at most ``limit`` characters each.
+    """Shorten module paths to at most ``limit`` characters each.
 
-    Too long a path has its long components cut, never an index: that tells layers apart.
+    Components that all paths begin with are dropped. In a path that is still too long, long components are cut, but
+    never an index, which tells layers apart.
     """
     split = [path.split(".") for path in paths]
     shared = max(len(split[0]) - 3, 0) if len(split) == 1 else 0

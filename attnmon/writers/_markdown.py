@@ -13,14 +13,18 @@ from attnmon.writers._describe import choices
 _COLUMNS = ("step", "severity", "rule", "layer", "head", "metric", "value", "baseline", "what to do")
 
 # TensorBoard breaks words anywhere once a table is wider than the page, which leaves the narrow columns two letters
-# wide; so the wide cells are given their line breaks here.
+# wide; line breaks within the wide cells keep the table narrow.
 _MESSAGE_WIDTH, _PATH_WIDTH, _LEGEND_WIDTH = 34, 24, 20
 
 
 def alerts_table(alerts: Sequence[Alert], num_earlier: int = 0) -> str:
-    """A Markdown table in the order given; ``num_earlier`` is how many more there were, said in a line below.
+    """Return a Markdown table of alerts, in the order given.
 
-    ``layer`` is the module path; a baseline that a rule does not have is "-".
+    The column ``layer`` shows the module path; "-" stands for a baseline that the rule does not have.
+
+    Args:
+        alerts: the rows of the table.
+        num_earlier: number of alerts that the table omits; a line below mentions them.
     """
     lines = ["| " + " | ".join(_COLUMNS) + " |", "|" + " --- |" * len(_COLUMNS)]
     for alert in alerts:
@@ -48,12 +52,12 @@ def _number(value: float | None) -> str:
 
 
 def _code(name: str) -> str:
-    """Code spans keep underscores and stars of paths from turning into emphasis."""
+    """Return a code span, in which the underscores and stars of a path do not turn into emphasis."""
     return "`" + name.replace("`", "'") + "`"
 
 
 def _path(path: str) -> str:
-    """A long path on several lines, broken before a dot."""
+    """Return a path as code, on several lines if it is long; lines break before a dot."""
     lines = [""]
     for part in path.replace(".", "\n.").split("\n"):
         if lines[-1] and len(lines[-1]) + len(part) > _PATH_WIDTH:
@@ -63,7 +67,7 @@ def _path(path: str) -> str:
 
 
 def _text(message: str, width: int = _MESSAGE_WIDTH) -> str:
-    """Broken into lines, special characters shown as they are: a message with "|" or "<" must not break the table."""
+    """Wrap and escape a text, so that one with "|" or "<" does not break the table."""
     return "<br>".join(map(_escape, textwrap.wrap(message, width)))
 
 
@@ -75,7 +79,7 @@ def _escape(text: str) -> str:
 
 
 def legend(snapshot: Snapshot) -> str:
-    """What a snapshot's numbers are: formula, unit, range, choices and source of each metric, then all settings."""
+    """Return a Markdown table with formula, unit, range, choices and source of each metric, then all settings."""
     lines = ["| metric | of one row | unit | range | head's value | choices | source |", "|" + " --- |" * 7]
     for name in snapshot.metrics:
         info = METRICS.get(name)

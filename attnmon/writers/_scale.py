@@ -1,4 +1,4 @@
-"""From a metric's values to positions on a color bar, and the bar's ticks."""
+"""Maps a metric's values to positions on a color bar, and chooses the ticks of the bar."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class Scale:
     """A closed range, linear or logarithmic.
 
     Attributes:
-        lo, hi: ends of the range; lo < hi, and lo > 0 if ``log``.
+        lo: lower end of the range; greater than 0 if ``log``.
+        hi: upper end of the range; greater than ``lo``.
         log: whether positions follow the logarithm.
         ticks: values to label, within the range, rising.
     """
@@ -30,8 +31,11 @@ class Scale:
     ticks: tuple[float, ...]
 
     def positions(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """0 at ``lo``, 1 at ``hi``; values outside (also infinite ones, and zeros on a logarithmic scale) take the
-        nearer end, NaN stays NaN."""
+        """Map values to [0, 1], with 0 at ``lo`` and 1 at ``hi``.
+
+        Values outside of the range (also infinite ones, and zeros on a logarithmic scale) map to the nearer end. NaN
+        stays NaN.
+        """
         with np.errstate(divide="ignore", invalid="ignore"):
             clipped = np.clip(values, self.lo, self.hi)
             if self.log:
@@ -40,10 +44,10 @@ class Scale:
 
 
 def scale_for(metric: str, values: NDArray[np.float64]) -> Scale:
-    """The range of a picture of ``values``.
+    """Choose the range of a picture of ``values``.
 
-    [0, 1] for metrics with that range, whatever the values, so that pictures of several steps compare. Otherwise
-    the finite values' range, widened to round ticks; a logarithmic one spans at most six decades below its top.
+    A metric with the range [0, 1] always gets that range, so that pictures of several steps compare. For any other
+    metric it is the range of the finite values, widened to round ticks. A logarithmic range spans at most six decades.
     """
     info = METRICS.get(metric)
     if info is not None and info.value_range == "[0, 1]":
@@ -56,12 +60,12 @@ def scale_for(metric: str, values: NDArray[np.float64]) -> Scale:
 
 
 def format_tick(value: float) -> str:
-    """Short and unambiguous: 0.002, 15, 2e+05."""
+    """Format a tick's value, such as 0.002, 15, 2e+06."""
     return f"{value:.6g}"
 
 
 def _linear_scale(lo: float, hi: float) -> Scale:
-    if hi - lo < 1e-6 * max(abs(lo), abs(hi)):  # one value, or as good as one: give it room on both sides
+    if hi - lo < 1e-6 * max(abs(lo), abs(hi)):  # (nearly) a single value: leave room on both sides
         margin = 0.1 * abs(lo)
         lo, hi = lo - margin, hi + margin
     if lo == hi:
@@ -85,12 +89,12 @@ def _log_scale(lo: float, hi: float) -> Scale:
 
 
 def _series_value(index: int) -> float:
-    """The series ... 0.5, 1, 2, 5, 10, 20 ...; index 0 is 1."""
+    """Return a member of the series ... 0.5, 1, 2, 5, 10, 20 ...; index 0 is 1."""
     return _MANTISSAS[index % 3] * 10.0 ** (index // 3)
 
 
 def _series_floor(value: float) -> int:
-    """The index of the last member of the series at or below ``value``, up to rounding."""
+    """Return the index of the last member of the series at or below ``value``, up to rounding."""
     index = 3 * math.floor(math.log10(value)) - 1
     while _series_value(index + 1) <= value * (1 + 1e-6):
         index += 1
@@ -98,6 +102,6 @@ def _series_floor(value: float) -> int:
 
 
 def _series_ceil(value: float) -> int:
-    """The index of the first member of the series at or above ``value``, up to rounding."""
+    """Return the index of the first member of the series at or above ``value``, up to rounding."""
     index = _series_floor(value)
     return index if _series_value(index) >= value * (1 - 1e-6) else index + 1

@@ -1,4 +1,4 @@
-"""The viridis color map (Nathaniel Smith, Stefan van der Walt; CC0): perceptually uniform, also if color-blind."""
+"""The viridis color map (Nathaniel Smith, Stefan van der Walt; CC0): perceptually uniform, also for the color-blind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where records go. A writer gets plain data: snapshots and alerts, never a tensor of the model."""
+"""The base of every writer. A writer gets plain data: snapshots and alerts, never a tensor of the model."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from attnmon.types import Alert, Snapshot
 
 
 class Writer:
-    """Base of all writers; does nothing, so that callers never branch.
+    """Base of all writers. Its methods do nothing, so a subclass defines only those that it needs.
 
-    A writer is called on rank 0 only, from the training process, at the pace that the monitor decides.
+    The monitor calls a writer on rank 0 only, from the training process.
     """
 
     def write_snapshot(self, snapshot: Snapshot) -> None:
         """Record one snapshot."""
 
     def write_alerts(self, alerts: Sequence[Alert]) -> None:
-        """Record new alerts; called only with at least one."""
+        """Record new alerts; ``alerts`` is never empty."""
 
     def flush(self) -> None:
-        """Make what was written visible to readers."""
+        """Make all records written so far visible to readers."""
 
     def close(self) -> None:
-        """Flush and release files; the writer is not used afterwards."""
+        """Flush and release files; the monitor does not use the writer afterwards."""

@@ -13,19 +13,19 @@ from attnmon.types import Alert, FloatArray, Snapshot
 from attnmon.writers._describe import choices, pool, short_paths
 from attnmon.writers.base import Writer
 
-DEFAULT_TABLE = ("entropy_norm", "separability", "effective_temperature", "max_logit", "jacobian_max")
+_DEFAULT_METRICS = ("entropy_norm", "separability", "effective_temperature", "max_logit", "jacobian_max")
 
 
 class ConsoleWriter(Writer):
-    """Prints alerts as they come; nothing at a step without one.
+    """Prints every alert in two lines that begin with ``[attnmon] step``; writes no files.
 
-    A stream that fails (closed, broken pipe, an encoding without the character) costs the text, never the
-    training: the first failure is an AttnmonWarning, later ones are silent.
+    A stream that fails (closed, broken pipe) never stops training: the text is lost, the first failure is an
+    AttnmonWarning, and later failures are silent. Where the stream's encoding lacks a character, it is escaped.
 
     Args:
-        stream: where to; None is ``sys.stderr`` as it stands at each write.
-        snapshots: also print one line for every snapshot.
-        limit: most alerts printed for one call; the rest are counted in one line.
+        stream: where the text goes; None means ``sys.stderr``, looked up at each write.
+        snapshots: whether to print one line for every snapshot, too.
+        limit: most alerts printed per call; one line counts the others.
     """
 
     def __init__(self, stream: TextIO | None = None, *, snapshots: bool = False, limit: int = 20) -> None:
@@ -38,20 +38,20 @@ class ConsoleWriter(Writer):
         if not self._snapshots:
             return
         means = []
-        for metric in DEFAULT_TABLE:
+        for metric in _DEFAULT_METRICS:
             pooled = pool(snapshot[metric]) if metric in snapshot else None
             if pooled is not None:
                 means.append(f"{metric} {pooled.mean:.3g}")
         self._print(f"[attnmon] step {snapshot.step}: mean over heads: {', '.join(means) or 'no data'}\n")
 
     def write_alerts(self, alerts: Sequence[Alert]) -> None:
-        text = "".join(format_alert(alert) + "\n" for alert in alerts[: self._limit])
+        text = "".join(_alert_lines(alert) + "\n" for alert in alerts[: self._limit])
         if len(alerts) > self._limit:
             text += f"[attnmon] ... and {len(alerts) - self._limit} more alerts\n"
         self._print(text)
 
     def write_text(self, text: str) -> None:
-        """Print a text that is neither snapshot nor alert: the coverage table, say."""
+        """Print a text that is neither a snapshot nor an alert, such as the coverage table."""
         self._print(text if text.endswith("\n") else text + "\n")
 
     def _print(self, text: str) -> None:
@@ -74,8 +74,8 @@ class ConsoleWriter(Writer):
                 )
 
 
-def format_alert(alert: Alert) -> str:
-    """An alert in two lines: what happened where, then its message."""
+def _alert_lines(alert: Alert) -> str:
+    """Format an alert as two lines: what happened where, then its message."""
     numbers = f"{alert.metric} = {_number(alert.value)}"
     if alert.baseline is not None:
         numbers += f", baseline {_number(alert.baseline)}"
@@ -88,18 +88,20 @@ def format_alert(alert: Alert) -> str:
 
 
 def heads_table(snapshot: Snapshot, metrics: Sequence[str] | None = None) -> str:
-    """Plain text, one line a module: minimum, mean and maximum over its heads of each metric.
+    """Return a plain-text table, one line per module: minimum, mean and maximum of each metric over the heads.
 
-    Heads whose value is not finite are left out; "-" stands where none is left. The choices that a number depends
-    on (N, tokens, eps) stand below.
+    Heads whose value is not finite are left out; "-" marks a module without any finite value. Lines below the table
+    name the settings that a metric depends on (N, tokens, eps).
 
     Args:
-        metrics: which; None is ``DEFAULT_TABLE``, as far as the snapshot has them.
+        snapshot: the snapshot to show.
+        metrics: columns of the table. None means those of ``entropy_norm``, ``separability``,
+            ``effective_temperature``, ``max_logit`` and ``jacobian_max`` that the snapshot has.
 
     Raises:
         KeyError: a requested metric is not in the snapshot.
     """
-    names = [name for name in DEFAULT_TABLE if name in snapshot] if metrics is None else list(metrics)
+    names = [name for name in _DEFAULT_METRICS if name in snapshot] if metrics is None else list(metrics)
     by_metric = [snapshot[name] for name in names]
     rows = [["module", *names], ["", *("min  mean   max" for _ in names)]]
     for path, short in zip(snapshot.modules, short_paths(snapshot.modules), strict=True):
@@ -124,18 +126,11 @@ def _cell(values: FloatArray | None) -> str:
 
 
 def _number(value: float) -> str:
-    """Three significant digits in about five characters; "no data" reads as "nan"."""
+    """Format a number in about five characters, to keep columns narrow; no data is "nan"."""
     if not math.isfinite(value):
         return str(value)
     size = abs(value)
     if size >= 1e5 or 0 < size < 1e-3:
         return f"{value:.0e}"
-    return (
-        f"{value:.0f}"
-        if size >= 100
-        else f"{value:.1f}"
-        if size >= 10
-        else f"{value:.2f}"
-        if size >= 0.095
-        else f"{value:.3f}"
-    )
+    decimals = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 0.095 else 3
+    return f"{value:.{decimals}f}"

@@ -1,42 +1,43 @@
-"""One writer in front of several, none of which can take the others down."""
+"""One writer that passes records on to several, so that a failure of one does not affect the others."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 
+from attnmon.checks import check_choice
 from attnmon.errors import AttnmonError, AttnmonWarning
 from attnmon.types import Alert, Snapshot
 from attnmon.writers.base import Writer
 
-MAX_CONSECUTIVE_FAILURES = 3
+_MAX_CONSECUTIVE_FAILURES = 3
 _METHODS = ("write_snapshot", "write_alerts", "flush", "close")
 
 
 class FanOut(Writer):
     """Sends every record to every writer.
 
-    A writer that raises does not keep the others from getting the record. With ``on_error="warn"`` its first failure
-    is an AttnmonWarning, and after three failures in a row (a record written resets the count; a flush does not) it
-    gets no more records; ``close`` still reaches it. With ``on_error="raise"`` no writer is switched off, and the first
-    exception goes on to the caller once all writers have had the record.
+    A writer that raises does not keep the others from getting the record. With ``on_error="warn"``, the first failure
+    of a writer is an AttnmonWarning, and a writer that fails three times in a row gets no more records; ``close`` still
+    reaches it. A record that is written resets the count of failures in a row; a flush does not. With
+    ``on_error="raise"`` no writer is switched off, and the first exception is raised once all writers have had the
+    record.
 
     Args:
-        writers: anything with the methods of ``Writer``.
+        writers: objects with the methods of ``Writer``.
         on_error: "warn" or "raise".
 
     Attributes:
-        writers: as given.
-        failures: exceptions so far, one count a writer.
+        writers: the writers, in the order given.
+        failures: number of exceptions so far, per writer.
         disabled: writers that get no more records.
 
     Raises:
-        AttnmonError: ``on_error`` is neither, or a writer lacks a method.
+        AttnmonError: ``on_error`` is neither "warn" nor "raise", or a writer lacks a method.
     """
 
     def __init__(self, writers: Iterable[Writer], *, on_error: str = "warn") -> None:
-        if on_error not in ("warn", "raise"):
-            raise AttnmonError(f"on_error is {on_error!r}; accepted are: 'warn', 'raise'")
+        check_choice("on_error", on_error, ("warn", "raise"))
         self.writers = tuple(writers)
         for writer in self.writers:
             missing = [name for name in _METHODS if not callable(getattr(writer, name, None))]
@@ -71,7 +72,7 @@ class FanOut(Writer):
         self._each("close", lambda writer: writer.close(), even_disabled=True)
 
     def _is_disabled(self, index: int) -> bool:
-        return self._on_error == "warn" and self._in_a_row[index] >= MAX_CONSECUTIVE_FAILURES
+        return self._on_error == "warn" and self._in_a_row[index] >= _MAX_CONSECUTIVE_FAILURES
 
     def _each(
         self, action: str, call: Callable[[Writer], None], *, is_record: bool = False, even_disabled: bool = False
@@ -94,7 +95,7 @@ class FanOut(Writer):
                     self._in_a_row[index] = 0
         if first_error is not None and self._on_error == "raise":
             raise first_error
-        # Only now: where warnings are errors, a warning inside the loop would cut the later writers off.
+        # After the loop, because where warnings are errors a warning inside it would cut off the later writers.
         for message in messages:
             warnings.warn(message, AttnmonWarning, stacklevel=3)
 
@@ -102,6 +103,6 @@ class FanOut(Writer):
 def _message(writer: Writer, action: str, error: Exception) -> str:
     return (
         f"{type(writer).__name__} could not {action} ({type(error).__name__}: {error}); training and the other writers "
-        f"go on. It is tried again, and switched off after {MAX_CONSECUTIVE_FAILURES} failures in a row; further "
+        f"go on. It is tried again, and switched off after {_MAX_CONSECUTIVE_FAILURES} failures in a row; further "
         "failures of it are counted silently."
     )

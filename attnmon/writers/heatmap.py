@@ -5,19 +5,18 @@ from __future__ import annotations
 import functools
 import io
 import math
-from collections.abc import Mapping, Sized
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from attnmon.errors import MissingExtra
-from attnmon.types import FloatArray, Snapshot
+from attnmon.types import Snapshot
 from attnmon.writers._describe import choices, pool, short_paths, unit_label
 from attnmon.writers._scale import Scale, format_tick, scale_for
 from attnmon.writers._viridis import VIRIDIS
 
-# One byte a pixel: 240 colors and 16 grays, white first. A palette PNG is smaller than an RGB one and encodes faster.
+# One byte per pixel: 240 colors and 16 grays, white first. A palette PNG is smaller and encodes faster than an RGB one.
 _COLORS = 240
 _WHITE = _COLORS
 _ABSENT, _NO_DATA, _HATCH = _WHITE + 1, _WHITE + 3, _WHITE + 8
@@ -31,12 +30,15 @@ _BLACK, _PALE = 5, 3  # palette steps for each of a glyph's three shades
 _TOP, _BOTTOM, _PAD, _BAR_WIDTH, _BAR_LEAST_HEIGHT = 58, 32, 6, 12, 120
 # TensorBoard fits every picture to a card 350 pixels wide, without smoothing: at that width text stays as drawn.
 _CARD = 350
-_BAR_STEP = 3  # pixels of one shade in the color bar: it was a quarter of the PNG with one
+_BAR_STEP = 3  # pixels per shade of the color bar: with 1 the bar takes a quarter of the PNG
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where things are, in pixels; cell (layer, head) begins at left + head * cell_width, top + layer * cell_height."""
+    """Sizes and places within a picture, in pixels.
+
+    The cell (layer, head) begins at x = left + head * cell_width, y = top + layer * cell_height.
+    """
 
     left: int
     top: int
@@ -49,8 +51,10 @@ class Layout:
 
 
 def require_pillow() -> None:
-    """Raises:
-    MissingExtra: Pillow is not installed.
+    """Check that Pillow can be imported.
+
+    Raises:
+        MissingExtra: Pillow is not installed.
     """
     try:
         import PIL  # noqa: F401
@@ -59,12 +63,12 @@ def require_pillow() -> None:
 
 
 def render_heads(snapshot: Snapshot, metric: str) -> NDArray[np.uint8]:
-    """The picture as uint8 [height, width, 3], RGB.
+    """Draw one metric of all heads as an RGB picture, uint8 [height, width, 3].
 
-    Colors are viridis over [0, 1] for metrics with that range, otherwise over this snapshot's finite values widened
-    to round ticks, logarithmic where ``METRICS[metric].log_scale``. A hatched gray cell is a head without data, a pale
-    gray one a head that this layer does not have. Infinite values take the end of the color bar. The title names
-    metric, unit, step and the choices that the number depends on.
+    The viridis colors span [0, 1] for metrics with that range. For other metrics they span the snapshot's finite
+    values, widened to round ticks, on a logarithmic scale where ``METRICS[metric].log_scale``. A hatched gray cell is a
+    head without data; a pale gray cell is a head that the layer does not have. Infinite values take the color at the
+    end of the bar. The title names the metric, the step and the settings that the metric depends on.
 
     Raises:
         KeyError: the snapshot has no such metric.
@@ -74,22 +78,35 @@ def render_heads(snapshot: Snapshot, metric: str) -> NDArray[np.uint8]:
 
 
 def heads_png(snapshot: Snapshot, metric: str) -> tuple[bytes, int, int]:
-    """The same picture as a palette PNG, with its width and height in pixels; raises as ``render_heads`` does."""
+    """Draw the picture of ``render_heads`` as a palette PNG.
+
+    Returns:
+        The PNG file, and the picture's width and height in pixels.
+
+    Raises:
+        KeyError: the snapshot has no such metric.
+        MissingExtra: Pillow is not installed.
+    """
     indices = _draw(snapshot, metric)
     from PIL import Image
 
     image = Image.fromarray(indices)
     image.putpalette(_PALETTE.tobytes())
     out = io.BytesIO()
-    # Level 7: 6 is a tenth larger, 9 takes four times as long.
+    # Level 6 makes files a tenth larger, level 9 takes four times as long.
     image.save(out, format="PNG", compress_level=7)
     return out.getvalue(), image.width, image.height
 
 
 def head_grid(snapshot: Snapshot, metric: str) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Values [layers, most heads], NaN where there is no data, and which cells are heads (layers may be ragged)."""
+    """Arrange a metric as a grid; layers may have different numbers of heads.
+
+    Returns:
+        Values, float64 [layers, most heads], NaN where there is no data; and which cells are heads, bool of the same
+        shape.
+    """
     by_path = snapshot[metric]
-    num_heads = [_num_heads(snapshot, path, by_path) for path in snapshot.modules]
+    num_heads = [snapshot.num_heads(path) for path in snapshot.modules]
     values = np.full((max(len(num_heads), 1), max(num_heads, default=1) or 1), np.nan)
     exists = np.zeros(values.shape, dtype=np.bool_)
     for layer, (path, count) in enumerate(zip(snapshot.modules, num_heads, strict=True)):
@@ -99,14 +116,8 @@ def head_grid(snapshot: Snapshot, metric: str) -> tuple[NDArray[np.float64], NDA
     return values, exists
 
 
-def _num_heads(snapshot: Snapshot, path: str, by_path: Mapping[str, FloatArray]) -> int:
-    """Also of a module that lacks this metric (no learned sink, say): it is drawn as heads without data."""
-    known: list[Mapping[str, Sized]] = [by_path, snapshot.rows, *snapshot.values.values()]
-    return max((len(heads[path]) for heads in known if path in heads), default=0)
-
-
 def _draw(snapshot: Snapshot, metric: str) -> NDArray[np.uint8]:
-    """The picture as palette indices [height, width]."""
+    """Draw the picture as palette indices, uint8 [height, width]."""
     require_pillow()
     values, exists = head_grid(snapshot, metric)
     scale = scale_for(metric, values)
@@ -196,7 +207,7 @@ def _title(snapshot: Snapshot, metric: str) -> str:
 
 
 def _bar_label(metric: str) -> str:
-    """ "dimensionless" would widen every picture; it stands in the subtitle."""
+    """Return the unit for the color bar; "dimensionless" is too wide for it and stands in the subtitle."""
     unit = unit_label(metric)
     return "" if unit == "dimensionless" else unit
 
@@ -215,7 +226,7 @@ def _subtitle(snapshot: Snapshot, metric: str, values: NDArray[np.float64], exis
 
 
 def _label_stride(needed: int, available: int) -> int:
-    """Label every 1st, 2nd, 4th, ... so that labels do not touch."""
+    """Return the least power of two n such that labels do not touch if every n-th one is drawn."""
     stride = 1
     while stride * available < needed:
         stride *= 2
@@ -236,20 +247,20 @@ def _put(
     size: int = _SMALL,
     shade: int = _BLACK,
 ) -> None:
-    """Text whose middle line is at ``y``; ``align`` 0 begins at ``x``, 0.5 is centerd there, 1 ends there."""
+    """Draw text with its middle line at ``y``; at ``x`` it begins (``align`` 0), has its center (0.5) or ends (1)."""
     glyphs = _glyphs(text, size)
     top, left = round(y - glyphs.shape[0] / 2), max(round(x - align * glyphs.shape[1]), 0)
     area = canvas[top : top + glyphs.shape[0], left : left + glyphs.shape[1]]
     np.maximum(area, _WHITE + shade * glyphs[: area.shape[0], : area.shape[1]], out=area)
 
 
-@functools.lru_cache(maxsize=1024)  # one picture's labels are the next one's: drawing them took most of the time
+@functools.lru_cache(maxsize=1024)  # pictures share most labels, and drawing them takes most of the time
 def _glyphs(text: str, size: int) -> NDArray[np.uint8]:
-    """Coverage [height, width] in four steps, 0 to 3: more would only make the PNG larger."""
+    """Return the coverage of a text's pixels, uint8 [height, width], 0 to 3; more steps would only enlarge the PNG."""
     from PIL import Image, ImageDraw, ImageFont
 
     font = ImageFont.load_default(size)
     image = Image.new("L", (math.ceil(font.getlength(text)), size + 4), 0)
-    # Centerd on the height of a capital, the same for every text, so that neighboring labels stand level.
+    # Centered on the height of a capital, the same for every text, so that neighboring labels stand level.
     ImageDraw.Draw(image).text((0, size // 2 + 2 + round(0.36 * size)), text, fill=255, font=font, anchor="ls")
     return np.asarray(image, dtype=np.uint8) // 64

@@ -18,26 +18,29 @@ from attnmon.types import Alert, Snapshot
 from attnmon.writers.base import Writer
 
 SCHEMA = 1
-"""Version of the record layout; raised when a reader of the old one would misread a new record."""
+"""Version of the record layout; it rises when a reader of the old layout would misread a new record."""
 
 DEFAULT_NAME = "attnmon.jsonl"
 _FILE_SUFFIXES = (".jsonl", ".ndjson", ".json")
 
 
 class JsonlWriter(Writer):
-    """Appends one JSON object a line: ``{"kind": "snapshot" | "alert", "schema": 1, ...fields}``.
+    """Appends one JSON object per line to a file: ``{"kind": "snapshot" | "alert", "schema": 1, ...fields}``.
 
     Fields are those of ``Snapshot.to_dict`` and ``Alert.to_dict``; numbers that are not finite are null. Metric
     values carry nine significant digits, which give the float32 back exactly. Every record reaches the operating
-    system before the call returns, so that a killed process loses none; a record torn by a crash of the machine
-    costs that record only. Nothing is created before the first record.
+    system before the call returns, so a killed process loses no record. A crash of the machine may damage the record
+    that was being written. The file is created by the first record.
 
     Args:
-        path_or_dir: a file if it ends in .jsonl, .ndjson or .json or is an existing file, else a directory in
-            which ``attnmon.jsonl`` is used. An existing file is appended to. ``writer.path`` is the file.
+        path_or_dir: a file if it exists as one or ends in .jsonl, .ndjson or .json; otherwise a directory, in which
+            the file is ``attnmon.jsonl``. Records are appended to an existing file.
+
+    Attributes:
+        path: the file.
 
     Raises:
-        OSError: from write, if the file cannot be written; the next write opens it afresh.
+        OSError: raised by a write, if the file cannot be written; the next write opens the file again.
     """
 
     def __init__(self, path_or_dir: str | os.PathLike[str]) -> None:
@@ -53,17 +56,17 @@ class JsonlWriter(Writer):
             }
             for metric, by_path in data["values"].items()
         }
-        data["settings"] = _strict(data["settings"])  # a user's own choices: anything may be in there
+        data["settings"] = _strict(data["settings"])  # settings may contain objects of any type
         self._append([{"kind": "snapshot", "schema": SCHEMA, **data}])
 
     def write_alerts(self, alerts: Sequence[Alert]) -> None:
         self._append([{"kind": "alert", "schema": SCHEMA, **_strict(alert.to_dict())} for alert in alerts])
 
     def flush(self) -> None:
-        """Does nothing: records are flushed as they are written."""
+        """Do nothing: every record is flushed when it is written."""
 
     def close(self) -> None:
-        """Release the file. A later write opens it again and appends."""
+        """Release the file. A later write opens it again and appends to it."""
         if self._file is not None:
             file, self._file = self._file, None
             file.close()
@@ -76,7 +79,7 @@ class JsonlWriter(Writer):
             self._file.write(lines.encode("ascii"))
             self._file.flush()
         except BaseException:
-            # Part of a line may be out (disk full, Ctrl-C): opening afresh repairs the line end.
+            # Part of a line may be in the file (disk full, Ctrl-C); opening the file again repairs the line end.
             file, self._file = self._file, None
             with contextlib.suppress(OSError):
                 file.close()
@@ -84,14 +87,14 @@ class JsonlWriter(Writer):
 
 
 def read_jsonl(path_or_dir: str | os.PathLike[str]) -> Iterator[Snapshot | Alert]:
-    """The records of a file written by ``JsonlWriter``, in order.
+    """Iterate over the records of a file written by ``JsonlWriter``, in order.
 
-    null becomes NaN (an alert without baseline keeps None). An unfinished last line is passed over: a run may be
-    writing it. Other lines that cannot be read are passed over with one AttnmonWarning that counts them. Records
-    of an unknown kind and unknown fields of an alert are ignored.
+    null becomes NaN, except in the baseline of an alert, where it becomes None. An unfinished last line is skipped,
+    because a run may be writing it. Other lines that cannot be read are skipped with one AttnmonWarning that counts
+    them. Records of an unknown kind and unknown fields of an alert are ignored.
 
     Args:
-        path_or_dir: as for ``JsonlWriter``.
+        path_or_dir: the file, or the directory that contains ``attnmon.jsonl``.
 
     Raises:
         FileNotFoundError: there is no such file; raised at the call.
@@ -157,13 +160,13 @@ def _open_for_append(path: Path) -> BinaryIO:
     size = file.seek(0, os.SEEK_END)
     if size:
         file.seek(size - 1)
-        if file.read(1) != b"\n":  # the last run was cut off in mid-line: do not glue a record to its remains
+        if file.read(1) != b"\n":  # a run was killed within a line: start a new line for the next record
             file.write(b"\n")
     return file
 
 
 def _strict(value: Any) -> Any:
-    """``value`` as strict JSON has it: null for numbers that are not finite, text for what JSON does not know."""
+    """Convert ``value`` to strict JSON: null for numbers that are not finite, text for types unknown to JSON."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""Snapshots and alerts in TensorBoard. The only file that imports tensorboard."""
+"""A writer for TensorBoard. The only file that imports tensorboard."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from attnmon.checks import check_whole
 from attnmon.errors import AttnmonError, MissingExtra
 from attnmon.types import Alert, Snapshot
 from attnmon.writers._describe import pool, snapshot_scalars
@@ -15,39 +16,40 @@ from attnmon.writers._markdown import alerts_table, legend
 from attnmon.writers.base import Writer
 from attnmon.writers.heatmap import heads_png, render_heads, require_pillow
 
-MAX_ALERTS = 100
-"""Alerts kept for the table; older ones are counted in a line below it."""
+_MAX_ALERTS = 100  # kept for the table; a line below it counts the older ones
 
 
 class TensorBoardWriter(Writer):
-    """One point a snapshot, at ``snapshot.step``.
+    """Writes every snapshot to an event file of TensorBoard, at ``snapshot.step``, and a table of alerts.
 
     Tags (units as in ``attnmon.metrics.METRICS``):
 
     - ``attnmon/<metric>/mean``, ``/min``, ``/max``: over all heads of all modules, heads weighing alike. Heads whose
       value is not finite (no data, an infinite temperature) are left out; a metric without any is not written.
     - ``attnmon/rows/total``, ``attnmon/excluded/total``: rows (query positions, summed over heads) that entered the
-      statistics, and those left out; ``attnmon/excluded/<reason>`` splits the latter (padding, masked, nonfinite).
+      statistics, and rows left out; ``attnmon/excluded/<reason>`` counts those by reason (padding, masked, nonfinite).
     - ``attnmon/heads/<metric>``: heatmap, layers down, heads across (``attnmon.writers.heatmap``).
     - ``attnmon/alerts``: Markdown table of the newest 100 alerts, newest first, rewritten with every new alert.
     - ``attnmon/legend``: once; formula, unit, range, choices (N, tokens, eps) and source of each metric.
 
-    Pictures are written for the first snapshot, every ``images_every``-th after it, the last one (at ``close``), and of
-    an alert's metric at the alert's step. A 12 x 12 picture is about 5 kB a metric.
+    Pictures are written for the first snapshot, for every ``images_every``-th one after it, for the last one (at
+    ``close``), and at an alert's step for the alert's metric. A picture of 12 x 12 heads takes about 5 kB per metric.
 
-    The event file is created by the first record, so that a writer on a rank that never writes leaves none.
-    A resumed run that writes to the same directory shows repeated steps twice; to have TensorBoard drop the older
-    points, give a ``SummaryWriter(logdir, purge_step=...)``.
+    The event file is created by the first record, so a writer on a rank that never writes leaves no file. If a resumed
+    run writes to the same directory, repeated steps appear twice; ``SummaryWriter(logdir, purge_step=...)`` as
+    ``summary_writer`` makes TensorBoard drop the older points.
 
     Args:
-        logdir: where the event file goes; None is SummaryWriter's own choice, ``runs/<date>_<host>``.
-        summary_writer: write through this SummaryWriter (Lightning's ``logger.experiment``, say) instead. It is flushed
-            but never closed. One of another library is used through ``add_scalar``, ``add_image`` and ``add_text``.
-        images_every: one set of pictures for so many snapshots; None for no pictures.
+        logdir: directory of the event file; None means SummaryWriter's default, ``runs/<date>_<host>``.
+        summary_writer: a SummaryWriter to use instead, such as Lightning's ``logger.experiment``. It is flushed but
+            never closed. A SummaryWriter of another library is used through ``add_scalar``, ``add_image`` and
+            ``add_text``.
+        images_every: number of snapshots per set of pictures; None for no pictures.
 
     Raises:
-        AttnmonError: both ``logdir`` and ``summary_writer``, or ``images_every`` below 1.
-        MissingExtra: tensorboard (unless ``summary_writer`` does without) or, for pictures, Pillow is not installed.
+        AttnmonError: both ``logdir`` and ``summary_writer`` are given, or ``images_every`` is out of range.
+        MissingExtra: tensorboard is not installed and ``summary_writer`` is None, or pictures are on and Pillow is not
+            installed.
     """
 
     def __init__(
@@ -59,8 +61,7 @@ class TensorBoardWriter(Writer):
     ) -> None:
         if logdir is not None and summary_writer is not None:
             raise AttnmonError("got both logdir and summary_writer; give one of them")
-        if images_every is not None and images_every < 1:
-            raise AttnmonError(f"images_every is {images_every}; expected a number of snapshots, 1 or more, or None")
+        check_whole("images_every", images_every, none_means="no pictures")
         if summary_writer is None:
             _import_tensorboard()
         if images_every is not None:
@@ -73,7 +74,7 @@ class TensorBoardWriter(Writer):
         self._last: Snapshot | None = None
         self._drawn: set[str] = set()  # metrics whose picture of the last snapshot is written
         self._has_legend = False
-        self._alerts: deque[Alert] = deque(maxlen=MAX_ALERTS)
+        self._alerts: deque[Alert] = deque(maxlen=_MAX_ALERTS)
         self._num_alerts = 0
 
     def write_snapshot(self, snapshot: Snapshot) -> None:
@@ -103,8 +104,8 @@ class TensorBoardWriter(Writer):
             writer.flush()
 
     def close(self) -> None:
-        """Write the last snapshot's pictures; close the own SummaryWriter, flush a given one."""
-        # A given writer that its owner has closed would open a new event file for this.
+        """Write the pictures of the last snapshot, then close the SummaryWriter, or flush it if it was given."""
+        # A given SummaryWriter that its owner has closed would open a new event file if it were used.
         is_open = self._own is not None or getattr(self._given, "file_writer", None) is not None
         try:
             if self._images_every is not None and self._last is not None and is_open:
@@ -124,7 +125,7 @@ class TensorBoardWriter(Writer):
             self._target().images(todo, self._last)
             self._drawn.update(todo)
 
-    def _target(self) -> _EventFile | _AnyLogger:
+    def _target(self) -> _EventFile | _AddMethods:
         writer = self._given
         if writer is None:
             if self._own is None:
@@ -134,11 +135,11 @@ class TensorBoardWriter(Writer):
         file_writer = getattr(writer, "file_writer", None)
         if file_writer is not None and type(file_writer).__module__ == "torch.utils.tensorboard.writer":
             return _EventFile(file_writer)
-        return _AnyLogger(writer)
+        return _AddMethods(writer)
 
 
 class _EventFile:
-    """Whole snapshots as one event: fewer records than add_scalar makes, and PNGs as we encode them."""
+    """Writes all scalars of a snapshot as one event, and PNGs in attnmon's own encoding, which are smaller."""
 
     def __init__(self, file_writer: Any) -> None:
         self._file_writer = file_writer
@@ -172,27 +173,23 @@ class _EventFile:
         self._file_writer.add_summary(summary, step)
 
 
-class _AnyLogger:
-    """A SummaryWriter of another library (tensorboardX), or a stand-in with its methods."""
+class _AddMethods:
+    """Writes through the ``add_`` methods of any SummaryWriter, such as tensorboardX's."""
 
-    def __init__(self, logger: Any) -> None:
-        self._logger = logger
+    def __init__(self, summary_writer: Any) -> None:
+        self._summary_writer = summary_writer
 
     def scalars(self, scalars: dict[str, float], step: int) -> None:
         for tag, number in scalars.items():
-            self._logger.add_scalar(tag, number, step)
+            self._summary_writer.add_scalar(tag, number, step)
 
     def images(self, metrics: Sequence[str], snapshot: Snapshot) -> None:
         for metric in metrics:
             picture = render_heads(snapshot, metric)
-            self._logger.add_image(f"attnmon/heads/{metric}", picture, snapshot.step, dataformats="HWC")
+            self._summary_writer.add_image(f"attnmon/heads/{metric}", picture, snapshot.step, dataformats="HWC")
 
     def text(self, tag: str, text: str, step: int) -> None:
-        self._logger.add_text(tag, text, step)
-
-
-def _total(counts: Any) -> float:
-    return float(sum(int(heads.sum()) for heads in counts.values()))
+        self._summary_writer.add_text(tag, text, step)
 
 
 def _import_tensorboard() -> Any:

@@ -86,6 +86,11 @@ class Model(nn.Module):
 KINDS = ("sdpa", "prescaled", "eager", "sink", "mha")
 
 
+def slow_but(quick, values):
+    """Parameters of which one is tried in a quick run."""
+    return [value if value == quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 def make(kind="sdpa"):
     torch.manual_seed(0)
     return randomize(Model(kind), std=0.3).train()
@@ -133,8 +138,19 @@ def assert_same_numbers(one, other, rtol=2e-4):
 
 @pytest.mark.parametrize(
     ("kind", "attach", "every"),
-    [("sdpa", "before", 2), ("sdpa", "after", 1)]
-    + [(kind, attach, every) for kind in KINDS for attach, every in (("before", 1), ("after", 2))],
+    [
+        ("sdpa", "before", 2),
+        ("prescaled", "before", 1),
+        ("eager", "after", 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("sdpa", "after", 1),
+                *((kind, "before", 1) for kind in KINDS if kind != "prescaled"),
+                *((kind, "after", 2) for kind in KINDS if kind != "eager"),
+            )
+        ),
+    ],
 )
 def test_one_graph_more_at_most_and_none_broken(kind, attach, every):
     data = batches(7)
@@ -198,7 +214,7 @@ def operators(graph):
     return calls, sum(len(node.args) > 0 and "attnmon" in str((node.target, node.args[0])) for node in ours)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but("sdpa", KINDS))
 def test_unmeasured_steps_run_the_graph_they_ran_before(kind):
     """And that of measured steps has the same operators apart from attnmon's own."""
     data, graphs = batches(6), Graphs()
@@ -217,7 +233,7 @@ def test_unmeasured_steps_run_the_graph_they_ran_before(kind):
     assert operators(graphs.kept[3]) == operators(graphs.kept[1])
 
 
-@pytest.mark.parametrize("kind", ["sdpa", "eager", "mha"])
+@pytest.mark.parametrize("kind", slow_but("sdpa", ("sdpa", "eager", "mha")))
 def test_compiled_in_place(kind):
     """``model.compile()``, as Lightning's users do, keeps the module and its names."""
     data = batches(4)
@@ -240,7 +256,9 @@ class Wrapper(nn.Module):
         return self.head(self.model(x))
 
 
-@pytest.mark.parametrize("how", ["submodule", "submodule in place", "one layer", "loss function", "forward"])
+@pytest.mark.parametrize(
+    "how", slow_but("one layer", ("submodule", "submodule in place", "one layer", "loss function", "forward"))
+)
 def test_a_compiled_region_inside_an_eager_model(how):
     data = batches(6)
     model, counter = Wrapper(make()), CompileCounterWithBackend("aot_eager")
@@ -280,6 +298,7 @@ def test_dynamic_shapes_stay_one_graph():
 
 
 @pytest.mark.parametrize("kind", ["eager", "mha"])
+@pytest.mark.slow
 def test_dynamic_shapes_of_other_routes(kind):
     model = make(kind)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
@@ -292,6 +311,7 @@ def test_dynamic_shapes_of_other_routes(kind):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.slow
 def test_inductor():
     data = batches(3)
     model = make()
@@ -303,7 +323,7 @@ def test_inductor():
         assert_same_numbers(monitor.flush(), expected, rtol=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", slow_but("sdpa", ("sdpa", "eager")))
 def test_checkpointing_inside_a_compiled_model(kind):
     data = batches(3)
     model, counter = make(kind), CompileCounterWithBackend("aot_eager")
@@ -336,6 +356,7 @@ def test_evaluation_of_a_compiled_model_between_measured_steps():
     assert [record.calls for record in monitor.coverage()] == [4, 4]
 
 
+@pytest.mark.slow
 def test_graph_breaks_are_allowed():
     class Broken(Model):
         def forward(self, x):
@@ -355,6 +376,7 @@ def test_graph_breaks_are_allowed():
     assert [record.calls for record in monitor.coverage()] == [3, 3]
 
 
+@pytest.mark.slow
 def test_models_of_transformers_compile_with_every_layer_seen():
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
@@ -396,6 +418,7 @@ class Broken(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_a_model_that_breaks_graphs_goes_on():
     data = batches(5)
     torch.manual_seed(0)

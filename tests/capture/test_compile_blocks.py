@@ -1,6 +1,7 @@
 """Blocks compiled one by one share their graphs; where the compiler fails over attnmon, the call goes on without it."""
 
 import copy
+import itertools
 import shutil
 import warnings
 
@@ -115,13 +116,13 @@ def compare(
     assert hooks(model) == 0
 
 
-FAST = ("full graphs", "breaks allowed", "checkpoint inside", "compiled before")
+QUICK = {("sdpa", "full graphs"), ("sdpa", "breaks allowed"), ("mha", "full graphs")}
 
 
 @pytest.mark.parametrize(
     ("kind", "case"),
     [
-        pytest.param(kind, case, marks=() if kind == "sdpa" or case in FAST else pytest.mark.slow)
+        pytest.param(kind, case, marks=() if (kind, case) in QUICK else pytest.mark.slow)
         for kind in KINDS
         for case in CASES
     ],
@@ -131,6 +132,7 @@ def test_at_most_one_further_set_of_graphs(kind, case):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.slow
 def test_inductor():
     compare("sdpa", layers=4, backend="inductor")
 
@@ -158,6 +160,7 @@ def test_a_new_monitor_needs_no_new_graphs():
     assert graphs() == 1
 
 
+@pytest.mark.slow
 def test_two_monitors_of_a_compiled_model():
     model = Model("sdpa", 3)
     compile_blocks(model, "in place", fullgraph=True, backend="aot_eager")
@@ -188,10 +191,20 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("how", ["whole", "blocks"])
-@pytest.mark.parametrize("fullgraph", [True, False])
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("place", PLACES)
+QUICK_FAILURES = {
+    ("frame", "breaks", True, "whole"),
+    ("leave", "breaks", True, "blocks"),
+    ("enter", "raises", False, "blocks"),
+}
+
+
+@pytest.mark.parametrize(
+    ("place", "fault", "fullgraph", "how"),
+    [
+        pytest.param(*case, marks=() if case in QUICK_FAILURES else pytest.mark.slow)
+        for case in itertools.product(PLACES, FAULTS, (True, False), ("whole", "blocks"))
+    ],
+)
 def test_hooks_that_fail_while_traced_cost_the_module_alone(place, fault, fullgraph, how, monkeypatch):
     def make():
         torch._dynamo.reset()
@@ -309,8 +322,14 @@ class BreaksOutside(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "inside, sdpa", "inside, eager"])
-@pytest.mark.parametrize("before", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kind", "before"),
+    [
+        pytest.param(kind, before, marks=() if before == 0 and kind in ("sdpa", "inside, eager") else pytest.mark.slow)
+        for kind in (*KINDS, "inside, sdpa", "inside, eager")
+        for before in (0, 1)
+    ],
+)
 def test_broken_graphs_are_followed(kind, before):
     model, twin = BreaksOutside(kind), BreaksOutside(kind)
     compiled = torch.compile(model, backend="aot_eager")
@@ -334,8 +353,14 @@ def test_broken_graphs_are_followed(kind, before):
 
 
 @pytest.mark.filterwarnings("ignore::attnmon.AttnmonWarning")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("how", ["whole", "blocks"])
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [
+        pytest.param(how, kind, marks=() if (how, kind) in {("whole", "sdpa"), ("blocks", "mha")} else pytest.mark.slow)
+        for how in ("whole", "blocks")
+        for kind in KINDS
+    ],
+)
 def test_attention_that_is_kept_out_of_the_graph(kind, how):
     """Right or refused: what its module did before the call is not known to eager code."""
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import attnmon
-from attnmon.capture.patching.replacement import LIVING, Replacement
+from attnmon.capture.patching.links import ORIGINALS
+from attnmon.capture.patching.replacement import Replacement
 from tests.capture.flash_kernel import Kernel
 from tests.capture.weights import EVERYTHING, assert_heads, entropy, watched
 
@@ -346,7 +347,7 @@ def test_the_call_belongs_to_the_innermost_module(package):
 
 
 def test_the_model_is_not_kept_alive(package):
-    model, others = package[1].Model("held"), set(LIVING)
+    model, others = package[1].Model("held"), set(ORIGINALS)
     monitor = attnmon.watch(model, **EVERYTHING)
     with monitor.step():
         model(inputs())
@@ -359,7 +360,7 @@ def test_the_model_is_not_kept_alive(package):
     monitor.close()
     del monitor
     gc.collect()
-    assert not set(LIVING) - others
+    assert not set(ORIGINALS) - others
 
 
 def test_training_is_bitwise_the_same(package):

@@ -209,7 +209,9 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [*(way for way in WAYS if way != "compiled"), pytest.param("compiled", marks=pytest.mark.slow)]
+)
 def test_every_way_to_call_it(way):
     torch._dynamo.reset()
     net, hidden = Net(WAYS[way]), hidden_states()
@@ -226,6 +228,7 @@ def test_every_way_to_call_it(way):
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.slow
 def test_a_compiled_model_keeps_one_graph(backend):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

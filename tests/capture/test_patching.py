@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from attnmon.capture.patching.standins import activate_link, active_link, chain, deactivate_link, stand_before
+from attnmon.capture.patching.links import activate_link, active_link, chain, deactivate_link, stand_before
 
 
 def stand_in_for(function):

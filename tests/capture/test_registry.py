@@ -572,8 +572,10 @@ def traceable(module, query, key, value, attention_mask, scaling=None, sliding_w
     return (weights @ value.repeat_interleave(group, 1)).transpose(1, 2), None
 
 
-@pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "sliding_window": 5}], ids=str)
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.slow), {"softcap": 2.0, "sliding_window": 5}], ids=str
+)
+@pytest.mark.parametrize("padded", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_compiled_in_one_graph(monkeypatch, options, padded):
     torch._dynamo.reset()
     monkeypatch.setitem(TABLE, "flash_attention_2", traceable)
@@ -619,6 +621,7 @@ def test_compiled_and_refused(monkeypatch):
     assert "position_bias" in records["layers.0"].reason
 
 
+@pytest.mark.slow
 def test_compiled_implementation_of_a_user(monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setitem(TABLE, "seen", over_sdpa)

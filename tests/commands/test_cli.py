@@ -120,6 +120,7 @@ def demo(tmp_path, *argv):
     )
 
 
+@pytest.mark.slow
 def test_demo_finds_the_fault_in_its_layer_and_nowhere_else(tmp_path):
     done = demo(tmp_path, "--steps", "60")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -136,6 +137,7 @@ def test_demo_finds_the_fault_in_its_layer_and_nowhere_else(tmp_path):
     assert list(Path(logdir[1]).glob("events.out.tfevents.*"))
 
 
+@pytest.mark.slow
 def test_demo_without_a_fault_raises_no_alert(tmp_path):
     done = demo(tmp_path, "--steps", "40", "--fault", "none")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -8,11 +8,11 @@ import torch
 
 from attnmon.errors import AttnmonError
 from attnmon.paper.capture import attention_calls, check_causal, heads_of
-from attnmon.paper.measure import HeadRows, Place
-from attnmon.paper.options import Options
+from attnmon.paper.measure import Excerpt, HeadRows
+from attnmon.paper.options import PaperOptions
 from tests.capture.test_models_text import DECODERS, IDS, build
 
-OPTIONS = Options(text=b"", text_name="text", out=Path("nowhere"), lengths=(16,), top_n=(1, 5))
+OPTIONS = PaperOptions(text=b"", text_name="text", out=Path("nowhere"), lengths=(16,), top_n=(1, 5))
 CAUSAL = [name for name in DECODERS if name not in ("bert", "roberta")]
 
 
@@ -37,7 +37,7 @@ def test_weights_are_those_of_the_model(name, attention):
     heads = captured(build(model, config, attention), IDS[0])
     assert [(head.layer, head.head) for head in heads] == [(layer, h) for layer in range(2) for h in range(4)]
     for head in heads:
-        rows = HeadRows(head, Place(len(IDS[0]), 0, 0), (), OPTIONS)
+        rows = HeadRows(head, Excerpt(len(IDS[0]), 0, 0), (), OPTIONS)
         expected = twin[head.layer][0, head.head]
         torch.testing.assert_close(rows.weights, expected, rtol=1e-4, atol=1e-6)
         assert not head.visible.triu(1).any()
@@ -116,4 +116,4 @@ def test_a_logit_that_is_not_finite_is_refused():
     with torch.no_grad():
         model.model.layers[1].self_attn.q_proj.weight.fill_(float("nan"))
     with pytest.raises(AttnmonError, match=r"model\.layers\.1\.self_attn, head 0: a logit or a vector is not finite"):
-        [HeadRows(head, Place(20, 0, 0), (), OPTIONS) for head in captured(model, IDS[0])]
+        [HeadRows(head, Excerpt(20, 0, 0), (), OPTIONS) for head in captured(model, IDS[0])]

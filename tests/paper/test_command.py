@@ -11,7 +11,7 @@ import torch
 
 from attnmon.commands.cli import PAPER_EXPERIMENTS, main
 from attnmon.paper import runner
-from attnmon.paper.options import EXPERIMENTS, LENGTHS, TOP_N, Options
+from attnmon.paper.options import EXPERIMENTS, LENGTHS, TOP_N, PaperOptions
 
 transformers = pytest.importorskip("transformers")
 
@@ -168,6 +168,7 @@ def test_a_second_run_computes_nothing_and_changes_nothing(finished, models, cap
     assert {path: path.read_bytes() for path in (finished / "out").rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_where_it_was(finished, models, capsys, monkeypatch, tmp_path):
     argv = again(finished, models)
     argv[argv.index("--out") + 1] = tmp_path / "out"
@@ -193,6 +194,7 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(finished, models, capsys, m
         assert (tmp_path / "out" / name).read_bytes() == (finished / "out" / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_experiments_and_chunks_can_be_added_later(finished, models, capsys, tmp_path):
     argv = again(finished, models)
     argv[argv.index("--out") + 1] = tmp_path / "out"
@@ -268,6 +270,7 @@ def test_the_models_own_tokenizer_is_used_and_named(models, tmp_path, capsys):
     assert f"it has {count:,} tokens; 100 chunks of 64 take 6,400" in err
 
 
+@pytest.mark.slow
 def test_without_a_model_a_small_one_is_trained_once(tmp_path, capsys, monkeypatch):
     (tmp_path / "text.txt").write_bytes(TEXT)
     argv = ["--text", tmp_path / "text.txt", "--out", tmp_path / "out", "--train-steps", "2", "--lengths", "16", "32",
@@ -308,7 +311,7 @@ MISTAKES = {
     ),
     "not ascending": (("--lengths", "32", "16"), "--lengths must be different whole numbers of at least 2, ascending"),
     "unknown experiment": (("--experiment", "everything"), "invalid choice: 'everything'"),
-    "level": (("--level", "2"), "--level must lie between 0 and 1; got 2.0"),
+    "level": (("--level", "2"), "--level must be a finite number > 0 and < 1; got 2.0"),
     "one draw": (("--draws", "1"), "1 is not a whole number of at least 2"),
     "too long for the model": (("--model", "{models}/gpt2"), "gpt2 reads at most 64 tokens; --lengths asks for 1024"),
     "no such model": (
@@ -382,7 +385,7 @@ def test_the_command_line_offers_what_the_experiments_are(capsys):
     status, out, _ = call(["--help"], capsys)
     assert status == 0
     text = " ".join(out.split())
-    defaults = Options(text=b"", text_name="", out=Path())
+    defaults = PaperOptions(text=b"", text_name="", out=Path())
     assert f"(default: {LENGTHS})" in text
     assert f"(default: {TOP_N})" in text
     for option, value in (

@@ -10,15 +10,17 @@ import torch
 
 import attnmon
 from attnmon.paper.capture import attention_calls, heads_of
-from attnmon.paper.measure import HeadRows, Place, measure_head
-from attnmon.paper.options import EPSILONS, EXPERIMENTS, TEMPERATURES, Options, candidates
+from attnmon.paper.measure import Excerpt, HeadRows, measure_head
+from attnmon.paper.options import EPSILONS, EXPERIMENTS, TEMPERATURES, PaperOptions, candidates
 from attnmon.stats.reference import row_stats
 from attnmon.theory.jacobian import finite_difference, finite_difference_bound, row_directions
 from tests.capture.test_models_text import DECODERS, build, transformers
 
 LENGTH = 150  # more rows than a block
 TOKENS = torch.randint(2, 88, (LENGTH,), generator=torch.Generator().manual_seed(5))
-OPTIONS = Options(text=b"", text_name="text", out=Path("nowhere"), lengths=(LENGTH,), top_n=(1, 5, 20, 100), draws=3)
+OPTIONS = PaperOptions(
+    text=b"", text_name="text", out=Path("nowhere"), lengths=(LENGTH,), top_n=(1, 5, 20, 100), draws=3
+)
 
 
 def model(name):
@@ -45,7 +47,7 @@ def measured(name):
     """experiment -> records of all heads."""
     records = {experiment: [] for experiment in EXPERIMENTS}
     for head in heads(name):
-        for experiment, new in measure_head(head, EXPERIMENTS, OPTIONS, Place(LENGTH, 0, 7)).items():
+        for experiment, new in measure_head(head, EXPERIMENTS, OPTIONS, Excerpt(LENGTH, 0, 7)).items():
             records[experiment] += new
     return records
 
@@ -148,7 +150,7 @@ def test_false_statements_are_seen_to_be_false():
 
 def test_g_of_each_temperature_and_step_is_that_of_its_rows():
     head = heads("mistral")[3]
-    rows = HeadRows(head, Place(LENGTH, 0, 0), (), OPTIONS)
+    rows = HeadRows(head, Excerpt(LENGTH, 0, 0), (), OPTIONS)
     records = [r for r in measured("mistral")["sensitivity"] if (r["layer"], r["head"]) == (head.layer, head.head)]
     assert [(r["temperature"], r["epsilon"]) for r in records] == [(t, e) for t in TEMPERATURES for e in EPSILONS]
     directions = row_directions(torch.arange(LENGTH), LENGTH).double()
@@ -175,6 +177,6 @@ def test_normalizers_are_compared_on_rows_of_the_model():
 
 def test_a_unit_does_not_depend_on_what_else_is_measured():
     head = heads("gpt2")[1]
-    alone = {name: measure_head(head, (name,), OPTIONS, Place(LENGTH, 0, 7))[name] for name in EXPERIMENTS}
-    together = measure_head(head, EXPERIMENTS, OPTIONS, Place(LENGTH, 0, 7))
+    alone = {name: measure_head(head, (name,), OPTIONS, Excerpt(LENGTH, 0, 7))[name] for name in EXPERIMENTS}
+    together = measure_head(head, EXPERIMENTS, OPTIONS, Excerpt(LENGTH, 0, 7))
     assert alone == together

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from attnmon.errors import AttnmonError
-from attnmon.rules import Ceiling, LowTemperature, RuleSet
+from attnmon.rules import Ceiling, Growth, LowTemperature, RuleSet, Uniform, default_rules
 
 NAN, INF = float("nan"), float("inf")
 CALM = [10.0] * 5  # settles the start: not hot
@@ -143,11 +143,11 @@ def test_low_temperature_starts_hot(play):
 @pytest.mark.parametrize(
     ("name", "bad", "accepted"),
     [
-        ("patience", 0, "whole number >= 1"),
-        ("patience", 2.5, "whole number >= 1"),
-        ("patience", True, "whole number >= 1"),
-        ("clear_steps", -1, "whole number >= 1"),
-        ("start_steps", 0, "whole number >= 1"),
+        ("patience", 0, "whole number of at least 1"),
+        ("patience", 2.5, "whole number of at least 1"),
+        ("patience", True, "whole number of at least 1"),
+        ("clear_steps", -1, "whole number of at least 1"),
+        ("start_steps", 0, "whole number of at least 1"),
         ("clear_fraction", 1.5, "<= 1"),
         ("clear_fraction", 0.0, "> 0"),
         ("hot_factor", 1.0, "> 1"),
@@ -177,3 +177,15 @@ def test_bad_limits(rule, parameters, message):
 def test_rules_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Ceiling().warning = 3.0
+
+
+@pytest.mark.parametrize("rule", default_rules())
+def test_shared_options_are_keywords_that_replace_repr_and_equality_know(rule):
+    other = dataclasses.replace(rule, clear_steps=9)
+    assert other == type(rule)(clear_steps=9) != rule
+    assert "clear_steps=9" in repr(other)
+
+
+def test_limits_may_be_given_without_a_keyword():
+    assert Ceiling(60.0, 90.0) == Ceiling(critical=90.0, warning=60.0)
+    assert [rule(0.5).limit for rule in (Growth, Uniform, LowTemperature)] == [0.5] * 3

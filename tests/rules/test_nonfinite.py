@@ -46,5 +46,5 @@ def test_steps_without_rows_do_not_clear(snapshot):
 
 
 def test_bad_parameters():
-    with pytest.raises(AttnmonError, match="NonFinite: clear_steps must be a whole number >= 1, not 0"):
+    with pytest.raises(AttnmonError, match="NonFinite: clear_steps must be a whole number of at least 1; got 0"):
         NonFinite(clear_steps=0)

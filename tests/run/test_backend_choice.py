@@ -12,7 +12,7 @@ import attnmon
 from attnmon.call import make_call
 from attnmon.metrics import METRICS
 from attnmon.run import backend_choice as reducer
-from attnmon.run.backend_choice import Reducer, disagreement
+from attnmon.run.backend_choice import BackendChoice, disagreement
 from attnmon.stats.api import measure
 from attnmon.stats.packing import Packing
 from attnmon.stats.plan import make_plan
@@ -51,7 +51,7 @@ def _reduce(reduce, call):
 def test_kernels_that_agree_are_compared_once_a_kind(monkeypatch):
     kernels = _Kernels(monkeypatch)
     notes = []
-    reduce = Reducer(SETTINGS, PACKING, "auto", notes.append)
+    reduce = BackendChoice(SETTINGS, PACKING, "auto", notes.append)
     assert [_reduce(reduce, _call(seed))[1] for seed in range(3)] == ["torch", "triton", "triton"]
     assert sorted(kernels.calls) == ["torch", "triton", "triton", "triton"]
     kernels.calls.clear()
@@ -69,7 +69,7 @@ def test_kernels_that_disagree_are_not_used_for_that_kind(monkeypatch, change_by
 
     kernels = _Kernels(monkeypatch, change)
     notes = []
-    reduce = Reducer(SETTINGS, PACKING, "auto", notes.append)
+    reduce = BackendChoice(SETTINGS, PACKING, "auto", notes.append)
     for seed in range(3):
         call = _call(seed)
         matrix, backend = _reduce(reduce, call)
@@ -86,7 +86,7 @@ def test_kernels_that_do_not_compile_are_not_used(monkeypatch):
 
     kernels = _Kernels(monkeypatch, change)
     notes = []
-    reduce = Reducer(SETTINGS, PACKING, "auto", notes.append)
+    reduce = BackendChoice(SETTINGS, PACKING, "auto", notes.append)
     assert [_reduce(reduce, _call(seed))[1] for seed in range(3)] == ["torch"] * 3
     assert kernels.calls.count("triton") == 1
     assert "RuntimeError: no such instruction" in notes[0]
@@ -96,7 +96,7 @@ def test_kernels_that_do_not_compile_are_not_used(monkeypatch):
 def test_an_explicit_choice_is_not_compared(monkeypatch):
     kernels = _Kernels(monkeypatch)
     for backend in ("triton", "torch"):
-        reduce = Reducer(SETTINGS, PACKING, backend, pytest.fail)
+        reduce = BackendChoice(SETTINGS, PACKING, backend, pytest.fail)
         assert [_reduce(reduce, _call(seed))[1] for seed in range(2)] == [backend] * 2
     assert kernels.calls == ["triton", "triton", "torch", "torch"]
 

@@ -365,14 +365,14 @@ def test_modules_stand_in_the_models_order():
 # -- options --------------------------------------------------------------------------------------------------
 
 BAD_OPTIONS = [
-    ({"every_n_steps": 0}, "every_n_steps must be a positive integer"),
-    ({"every_n_steps": 1.5}, "every_n_steps must be a positive integer"),
-    ({"every_n_steps": True}, "every_n_steps must be a positive integer"),
-    ({"every_n_steps": None}, "every_n_steps must be a positive integer"),
-    ({"write_every_n_steps": -1}, "write_every_n_steps must be a positive integer"),
-    ({"rows": 0}, "rows must be a positive integer or None"),
-    ({"sequences": -4}, "sequences must be a positive integer or None"),
-    ({"top_n": None}, "top_n must be a positive integer"),
+    ({"every_n_steps": 0}, "every_n_steps must be a whole number of at least 1"),
+    ({"every_n_steps": 1.5}, "every_n_steps must be a whole number of at least 1"),
+    ({"every_n_steps": True}, "every_n_steps must be a whole number of at least 1"),
+    ({"every_n_steps": None}, "every_n_steps must be a whole number of at least 1"),
+    ({"write_every_n_steps": -1}, "write_every_n_steps must be a whole number of at least 1"),
+    ({"rows": 0}, "rows must be a whole number of at least 1 or None"),
+    ({"sequences": -4}, "sequences must be a whole number of at least 1 or None"),
+    ({"top_n": None}, "top_n must be a whole number of at least 1"),
     ({"tokens": "keys"}, "tokens must be one of 'value', 'value_raw', 'hidden'"),
     ({"fd_epsilon": 0}, "fd_epsilon must be a positive"),
     ({"fd_epsilon": math.nan}, "fd_epsilon must be a positive"),
@@ -394,7 +394,7 @@ BAD_OPTIONS = [
     ({"writers": 3}, "writers must be"),
     ({"on_alert": "print"}, "on_alert must be callable"),
     ({"backend": "cuda"}, "'auto'.*'torch'.*'triton'"),
-    ({"on_error": "ignore"}, "on_error must be 'warn' or 'raise'"),
+    ({"on_error": "ignore"}, "on_error must be one of 'warn', 'raise'"),
 ]
 
 

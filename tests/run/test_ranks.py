@@ -399,6 +399,7 @@ def test_steps_that_are_not_measured_cost_no_deadlock(pair):
     assert pair(sampled_steps) == [[0, 0, 0, 3, 3]] * 2
 
 
+@pytest.mark.slow
 def test_the_harness_tells_a_hang_from_an_answer(pair):
     with pytest.raises(AssertionError, match="AttnmonError"):
         pair(refuse)
@@ -473,6 +474,7 @@ def run_two_ranks(folder, package, accumulate):
 
 
 @pytest.mark.parametrize(("package", "accumulate"), [("pytorch_lightning", 2), ("lightning.pytorch", 1)])
+@pytest.mark.slow
 def test_lightning_ddp_equals_one_process(tmp_path, package, accumulate):
     pytest.importorskip(package)
     (tmp_path / "one").mkdir()

@@ -95,7 +95,7 @@ def test_critical_n_is_no_fixed_share_of_the_length():
         (([2, 1], np.zeros((2, 4)), np.zeros((2, 4))), "ascending"),
         (([1, 2], np.full((2, 4), np.nan), np.zeros((2, 4))), "finite"),
         (([1, 2], np.zeros((2, 0)), np.zeros((2, 4))), "not empty"),
-        (([1, 2], np.zeros((2, 4)), np.zeros((2, 4)), 1.5), "level"),
+        (([1, 2], np.zeros((2, 4)), np.zeros((2, 4)), 1.5), "level must be a finite number > 0 and < 1; got 1.5"),
     ],
 )
 def test_bad_series_are_refused(arguments, message):

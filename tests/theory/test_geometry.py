@@ -247,7 +247,7 @@ def test_bad_input_says_what_was_expected():
         top_n_distance(p, x[:3], 1)
     with pytest.raises(AttnmonError, match="leading axes"):
         top_n_distance(p, x.expand(3, 4, 3), 1)
-    with pytest.raises(AttnmonError, match="top_n"):
+    with pytest.raises(AttnmonError, match="top_n must be a whole number of at least 1; got"):
         top_n_distance(p, x, 0)
     with pytest.raises(AttnmonError, match="bool"):
         distance(p, x, torch.ones(4))
@@ -258,7 +258,7 @@ def test_bad_input_says_what_was_expected():
     for bad in ((p, broken), (p * torch.inf, x)):
         with pytest.raises(AttnmonError, match="finite"):
             separability(*bad, 1)
-    with pytest.raises(AttnmonError, match="draws"):
+    with pytest.raises(AttnmonError, match="draws must be a whole number of at least 2; got"):
         expected_distance_monte_carlo(p, x, 1, draws=1)
     with pytest.raises(AttnmonError, match="rows, keys"):
         head_geometry(p[0], x, [1])

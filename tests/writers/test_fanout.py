@@ -94,5 +94,5 @@ def test_no_alerts_are_no_record_and_writers_are_checked():
     assert recorder.seen == [1]
     with pytest.raises(AttnmonError, match="lacks write_snapshot, write_alerts"):
         FanOut([print])
-    with pytest.raises(AttnmonError, match="accepted are"):
+    with pytest.raises(AttnmonError, match="on_error must be one of 'warn', 'raise'"):
         FanOut([], on_error="ignore")

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,44 +20,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnmon.capture.below import below_modes, plain
 from attnmon.capture.observe import Normalized
 from attnmon.capture.routes.contractions import contracted_size, values_of
-
-_PRODUCTS: frozenset[Any] = frozenset(
-    {torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__, torch.einsum}
-    | {torch.baddbmm, Tensor.baddbmm, Tensor.baddbmm_}
+from attnmon.capture.routes.eager_functions import (
+    BIASED_PRODUCTS,
+    CASTS,
+    CONCATENATE,
+    DIVIDE,
+    MULTIPLY,
+    NORMALIZE,
+    PARTS,
+    PIECES,
+    PRODUCTS,
+    PROJECT,
+    RESHAPES,
+    SOFTMAX,
+    SUBTRACT,
+    dim_of,
+    is_big,
+    is_row_shift,
+    number_of,
+    own_operations,
+    own_tensor,
+    per_head,
+    product_operands,
+    tensors_of,
 )
-_BIASED_PRODUCTS: frozenset[Any] = frozenset({torch.baddbmm, Tensor.baddbmm, Tensor.baddbmm_})
-_MULTIPLY: frozenset[Any] = frozenset(
-    {torch.mul, torch.multiply, Tensor.mul, Tensor.mul_, Tensor.multiply, Tensor.multiply_}
-    | {Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__}
-)
-_DIVIDE: frozenset[Any] = frozenset(
-    {torch.div, torch.divide, torch.true_divide, Tensor.div, Tensor.div_, Tensor.divide, Tensor.divide_}
-    | {Tensor.__truediv__, Tensor.__itruediv__, Tensor.true_divide, Tensor.true_divide_}
-)
-_SUBTRACT: frozenset[Any] = frozenset(
-    {torch.sub, torch.subtract, Tensor.sub, Tensor.sub_, Tensor.subtract, Tensor.__sub__, Tensor.__isub__}
-)
-_CONCATENATE: frozenset[Any] = frozenset({torch.cat, torch.concat, torch.concatenate})
-_SOFTMAX: frozenset[Any] = frozenset({torch.softmax, F.softmax, Tensor.softmax, torch.special.softmax})
-_NORMALIZE: frozenset[Any] = frozenset({F.layer_norm, F.rms_norm, F.normalize, F.group_norm, torch.layer_norm})
-_PROJECT: frozenset[Any] = frozenset({F.linear, F.conv1d, F.embedding, torch.addmm, Tensor.addmm, torch.mm, Tensor.mm})
-_CASTS: frozenset[Any] = frozenset(
-    {Tensor.to, Tensor.type, Tensor.type_as, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double}
-    | {Tensor.contiguous, torch.clone, Tensor.clone, Tensor.detach}
-)
-_RESHAPES: frozenset[Any] = frozenset(
-    {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.unflatten, torch.unflatten}
-    | {Tensor.squeeze, torch.squeeze, Tensor.unsqueeze, torch.unsqueeze, Tensor.view_as, Tensor.reshape_as}
-)
-_PIECES: frozenset[Any] = frozenset(
-    {Tensor.__getitem__, Tensor.chunk, torch.chunk, Tensor.split, torch.split, Tensor.unbind, torch.unbind}
-    | {Tensor.narrow, torch.narrow, Tensor.split_with_sizes, torch.split_with_sizes, Tensor.tensor_split}
-)
-
-_PARTS = _PIECES | _CONCATENATE  # a result smaller or larger than what it is made of
 
 _MAX_SCALED = 24  # scaled tensors remembered per module call: queries and keys on their way through a rotation
 _MAX_SCORES = 8  # tensors between product and softmax, or between softmax and values
@@ -131,7 +118,7 @@ class EagerTracker:
 
     def saw(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """Look at one torch call and its result."""
-        operands = _operands(args, kwargs)
+        operands = tensors_of(args, kwargs)
         if not operands:
             return
         tracker: EagerTracker | None = self
@@ -139,12 +126,12 @@ class EagerTracker:
             if tracker._takes(func, args, kwargs, operands, result):
                 return
             tracker = tracker._outer
-        if func in _PRODUCTS:
+        if func in PRODUCTS:
             if isinstance(result, Tensor):
                 self._product(func, args, kwargs, result)
-        elif func in _SOFTMAX:
+        elif func in SOFTMAX:
             source = operands[0]
-            if source.dim() == 4 and _dim_of(args, kwargs) in (-1, 3):
+            if source.dim() == 4 and dim_of(args, kwargs) in (-1, 3):
                 reason = "a softmax over logits that attnmon did not see made from queries and keys"
                 self._listener.refused(reason, source)
         else:
@@ -213,13 +200,13 @@ class EagerTracker:
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], operands: list[Tensor], scores: _Scores,
         tensor: Tensor, result: Any,
     ) -> bool:  # fmt: skip
-        if func in _SOFTMAX:
-            self._softmax(scores, tensor, _dim_of(args, kwargs), result)
+        if func in SOFTMAX:
+            self._softmax(scores, tensor, dim_of(args, kwargs), result)
             return True
-        if func in _PRODUCTS:
+        if func in PRODUCTS:
             return False  # queries that were themselves made by a product
-        if func in _CONCATENATE:
-            self._concatenate(scores, tensor, operands, _dim_of(args, kwargs, default=0), result)
+        if func in CONCATENATE:
+            self._concatenate(scores, tensor, operands, dim_of(args, kwargs, default=0), result)
         elif func is F.pad:
             self._pad(scores, tensor, args, kwargs, result)
         elif isinstance(result, Tensor):
@@ -227,7 +214,7 @@ class EagerTracker:
         return True
 
     def _product(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor) -> None:
-        found = _product_operands(func, args, kwargs)
+        found = product_operands(func, args, kwargs)
         if found is None:
             return
         equation, left, right = found
@@ -237,7 +224,7 @@ class EagerTracker:
         if head_dim is None:
             return
         factor = 1.0
-        if func in _BIASED_PRODUCTS:
+        if func in BIASED_PRODUCTS:
             factor = float(kwargs.get("alpha", 1.0))
         for operand in (left, right):
             factor *= self.factor_of(operand)
@@ -277,19 +264,19 @@ class EagerTracker:
         if result.dtype == torch.bool or result.numel() < tensor.numel() or result.dim() < 3:
             return
         factor, logits, sinks, trouble = scores.factor, scores.logits, scores.sinks, scores.trouble
-        if func in _MULTIPLY or func in _DIVIDE:
+        if func in MULTIPLY or func in DIVIDE:
             others = [argument for argument in args[:2] if argument is not tensor]
-            change = _number(others[0]) if others else math.nan
-            if func in _DIVIDE and change:
+            change = number_of(others[0]) if others else math.nan
+            if func in DIVIDE and change:
                 change = 1.0 / change
             factor = None if factor is None or change is None else factor * change
         else:
             for other in self._scores:  # the sum of two products
                 if other is not scores and any(other.identity.of(operand) for operand in operands):
                     factor = factor if factor == other.factor else None
-        if func in _SUBTRACT and _is_row_shift(args, tensor):
+        if func in SUBTRACT and is_row_shift(args, tensor):
             logits = tensor if logits is None else logits
-        elif logits is not None and func not in _CASTS:
+        elif logits is not None and func not in CASTS:
             trouble = trouble or "the logits are changed after a sink was appended or each row was shifted"
         if result is tensor:  # in place
             self._scores = [known for known in self._scores if known is not scores]
@@ -300,10 +287,10 @@ class EagerTracker:
             return
         others = [operand for operand in operands if operand is not tensor]
         if len(others) == 1 and others[0].shape[-1] == 1 and scores.sinks is None:
-            sinks = _per_head(others[0])
+            sinks = per_head(others[0])
             trouble = "" if sinks is not None else "a column without a key that differs from row to row"
             kept = _Scores(_Identity(result), scores.factor, scores.head_dim, tensor, sinks, scores.trouble or trouble)
-        else:  # the keys of two sources, say
+        else:  # for instance the keys of two sources
             kept = _Scores(_Identity(result), scores.factor, scores.head_dim, None, None, scores.trouble)
             if scores.logits is not None:
                 kept.trouble = "the logits are joined to others after each row was shifted or a sink was appended"
@@ -319,7 +306,7 @@ class EagerTracker:
         trouble = scores.trouble
         sinks = None
         if tensor.dim() == 4 and len(width) == 2 and sum(width) == 1 and scores.logits is None:
-            with _own_operations():
+            with own_operations():
                 sinks = tensor.new_full((tensor.shape[1],), 0.0 if value is None else float(value))
         else:
             trouble = trouble or "the logits are padded"
@@ -328,8 +315,8 @@ class EagerTracker:
     def _pass_probs(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], probs: Tensor, sinks: int, result: Any
     ) -> None:
-        if func in _PRODUCTS:
-            found = _product_operands(func, args, kwargs)
+        if func in PRODUCTS:
+            found = product_operands(func, args, kwargs)
             if found is None:
                 return
             equation, left, right = found
@@ -339,15 +326,17 @@ class EagerTracker:
                 self._listener.refused("a column was appended to the logits that has values of its own", probs)
                 return
             is_left = left is probs
-            self._deliver(lambda: values_of(equation, _own(left), _own(right), left_is_probs=is_left), used=True)
+            self._deliver(
+                lambda: values_of(equation, own_tensor(left), own_tensor(right), left_is_probs=is_left), used=True
+            )
             return
         pieces = result if isinstance(result, (tuple, list)) else (result,)
         for piece in pieces:
             if not isinstance(piece, Tensor) or not piece.is_floating_point():
                 continue
-            if piece.shape == probs.shape or (func in _RESHAPES and piece.numel() == probs.numel()):
+            if piece.shape == probs.shape or (func in RESHAPES and piece.numel() == probs.numel()):
                 columns = sinks  # dropout, cast, [B, H, L, L] as [B * H, L, L]
-            elif sinks and func in _PIECES and piece.shape == (*probs.shape[:-1], probs.shape[-1] - sinks):
+            elif sinks and func in PIECES and piece.shape == (*probs.shape[:-1], probs.shape[-1] - sinks):
                 columns = 0
             else:
                 continue
@@ -356,7 +345,7 @@ class EagerTracker:
 
     def _pass_scaled(self, func: Any, args: tuple[Any, ...], operands: list[Tensor], result: Any) -> None:
         """Queries or keys on their way from their projection to the product."""
-        if func in _NORMALIZE or func in _PROJECT:
+        if func in NORMALIZE or func in PROJECT:
             return
         pieces = result if isinstance(result, (tuple, list)) else (result,)
         first = pieces[0] if pieces else None
@@ -367,14 +356,14 @@ class EagerTracker:
             factor = self.factor_of(operand)
             if factor != 1.0:
                 break
-        if func in _CONCATENATE and any(self.factor_of(operand) != factor for operand in operands):
+        if func in CONCATENATE and any(self.factor_of(operand) != factor for operand in operands):
             factor = 1.0
-        if func in _MULTIPLY or func in _DIVIDE:
-            numbers = [_number(argument) for argument in args[:2] if not _is_big(argument)]
+        if func in MULTIPLY or func in DIVIDE:
+            numbers = [number_of(argument) for argument in args[:2] if not is_big(argument)]
             if len(numbers) == 1 and numbers[0] is not None and numbers[0] != 0:
-                factor *= 1.0 / numbers[0] if func in _DIVIDE else numbers[0]
-        elif func not in _PARTS and first.numel() < max(operand.numel() for operand in operands):
-            return  # a sum, say
+                factor *= 1.0 / numbers[0] if func in DIVIDE else numbers[0]
+        elif func not in PARTS and first.numel() < max(operand.numel() for operand in operands):
+            return  # for instance a sum
         if factor != 1.0:
             news = [(_Identity(piece), factor) for piece in pieces if isinstance(piece, Tensor)]
             self._scaled = [*self._scaled, *news][-_MAX_SCALED:]
@@ -388,90 +377,3 @@ def _trouble_with(given: Normalized, scores: _Scores) -> str:
     if torch.compiler.is_compiling():
         return f"{given.name} in a compiled graph"
     return given.trouble or ("" if scores.sinks is None else f"{given.name} with a sink")
-
-
-def _own(tensor: Tensor) -> Tensor:
-    """For such operations: without what ``torch.func`` has wrapped."""
-    return tensor if torch.compiler.is_compiling() else plain(tensor)
-
-
-def _own_operations() -> AbstractContextManager[None]:
-    """For operations that the model did not ask for."""
-    return nullcontext() if torch.compiler.is_compiling() else below_modes()
-
-
-def _operands(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    found: list[Tensor] = []
-    for argument in (*args, *kwargs.values()):
-        if isinstance(argument, Tensor):
-            found.append(argument)
-        elif isinstance(argument, (list, tuple)):
-            found += [item for item in argument if isinstance(item, Tensor)]
-    return found
-
-
-def _product_operands(
-    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[str | None, Tensor, Tensor] | None:
-    equation = None
-    if func is torch.einsum:
-        equation, *rest = args
-        operands = _operands(tuple(rest), {})
-        if not isinstance(equation, str):
-            return None
-    else:
-        operands = _operands(args, {name: given for name, given in kwargs.items() if name != "out"})
-        if func in _BIASED_PRODUCTS:
-            operands = operands[1:]
-    return (equation, operands[0], operands[1]) if len(operands) == 2 else None
-
-
-def _dim_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], default: Any = None) -> Any:
-    if "dim" in kwargs or "axis" in kwargs:
-        return kwargs.get("dim", kwargs.get("axis"))
-    return args[1] if len(args) > 1 else default
-
-
-def _is_big(argument: Any) -> bool:
-    return isinstance(argument, Tensor) and argument.numel() > 1
-
-
-def _number(argument: Any) -> float | None:
-    """The value of a factor; of a tensor only where reading it does not wait for a device, 1 if it is no scale."""
-    if isinstance(argument, Tensor):
-        if argument.numel() != 1:
-            # one number a head is a temperature; what differs along rows or keys is a mask or a bias
-            is_scale = argument.dim() >= 3 and argument.shape[-1] == 1 and argument.shape[-2] == 1
-            return None if is_scale else 1.0
-        if torch.compiler.is_compiling() or argument.device.type != "cpu":
-            return None
-        with _own_operations():
-            return float(_own(argument).detach())
-    return float(argument) if isinstance(argument, (int, float)) else 1.0
-
-
-def _is_row_shift(args: tuple[Any, ...], tensor: Tensor) -> bool:
-    """Whether something is subtracted that is the same for a whole row, its maximum say."""
-    if len(args) < 2 or args[0] is not tensor:
-        return False
-    other = args[1]
-    return isinstance(other, Tensor) and (other.dim() == 0 or other.shape[-1] == 1 < tensor.shape[-1])
-
-
-def _per_head(column: Tensor) -> Tensor | None:
-    """[H] from [B, H, Lq, 1] if it says the same of every sequence and query."""
-    if column.dim() != 4:
-        return None
-    with _own_operations():
-        return _per_head_of(_own(column).detach())
-
-
-def _per_head_of(column: Tensor) -> Tensor | None:
-    batch, _, length, _ = column.shape
-    same = (batch == 1 or column.stride(0) == 0) and (length == 1 or column.stride(2) == 0)
-    if not same:
-        if torch.compiler.is_compiling() or column.device.type != "cpu":
-            return None
-        if not bool((column == column[:1, :, :1]).all()):
-            return None
-    return column[0, :, 0, 0]

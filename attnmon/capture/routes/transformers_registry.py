@@ -292,7 +292,7 @@ class Describer:
         return found, None
 
     def _starts(self, positions: Tensor) -> Tensor | None:
-        """Boundaries where positions start again; None if they only count up. Waits once a forward."""
+        """Boundaries where positions start again; None if they only count up. Waits once per forward."""
 
         def find() -> Tensor | None:
             lowest = positions.min()

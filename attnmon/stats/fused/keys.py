@@ -126,11 +126,11 @@ def select(
         here = tl.sum(visible.to(tl.float32), 1)
         below = tl.where(visible & finite, z - new[:, None], 0.0)
         block_mean = tl.sum(below, 1) / tl.maximum(here, 1.0)
-        centerd = tl.where(visible, below - block_mean[:, None], 0.0)
+        centered = tl.where(visible, below - block_mean[:, None], 0.0)
         total = tl.maximum(count + here, 1.0)
         mean = tl.where(count > 0.0, mean + shift, block_mean)
         gap = tl.where(here > 0.0, block_mean - mean, 0.0)
-        squares += tl.sum(centerd * centerd, 1) + gap * gap * count * here / total
+        squares += tl.sum(centered * centered, 1) + gap * gap * count * here / total
         mean += gap * here / total
         count += here
 

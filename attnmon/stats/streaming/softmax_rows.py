@@ -47,10 +47,10 @@ def row_metrics(inputs: RowInputs, wanted: Collection[str]) -> RowOutputs:
     if inputs.sinks is not None:
         finite &= (inputs.sinks < math.inf)[:, None]
     if weight is None:
-        centerd = torch.sub(seen, mean[..., None], out=work)
+        centered = torch.sub(seen, mean[..., None], out=work)
     else:
-        centerd = seen.addcmul_(mean[..., None], weight, value=-1)
-    values["logit_std"] = torch.linalg.vector_norm(centerd, dim=-1) / n.clamp(min=1.0).sqrt()
+        centered = seen.addcmul_(mean[..., None], weight, value=-1)
+    values["logit_std"] = torch.linalg.vector_norm(centered, dim=-1) / n.clamp(min=1.0).sqrt()
 
     least = _LEAST_EXPONENT[d.dtype]
     d_top = z_top - largest_logit

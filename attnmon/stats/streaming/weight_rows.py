@@ -46,11 +46,11 @@ def weight_metrics(
     if mask is not None:
         below = torch.where(mask, below, 0.0)
     mean = below.sum(-1) / n.clamp(min=1.0)
-    centerd = below - mean[..., None]
+    centered = below - mean[..., None]
     if mask is not None:
-        centerd = torch.where(mask, centerd, 0.0)
+        centered = torch.where(mask, centered, 0.0)
     values["max_logit"] = top
-    values["logit_std"] = torch.linalg.vector_norm(centerd, dim=-1) / n.clamp(min=1.0).sqrt()
+    values["logit_std"] = torch.linalg.vector_norm(centered, dim=-1) / n.clamp(min=1.0).sqrt()
     finite = (top < math.inf) & mean.isfinite() & p.sum(-1).isfinite()
     z, p = (torch.where(finite[..., None], tensor, 0.0) for tensor in (z, p))
 
