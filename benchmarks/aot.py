@@ -120,11 +120,11 @@ def source_of(launch: Launch) -> ASTSource:
     attributes: dict[tuple[int], list[list[Any]]] = {}
     free = set(getattr(kernel, "do_not_specialize", None) or ())
     for index, name in enumerate(kernel.arg_names):
-        if index >= len(launch.arguments):
+        if name not in launch.arguments:
             signature[name] = "constexpr"
             constants[(index,)] = launch.constants[name]
             continue
-        given = launch.arguments[index]
+        given = launch.arguments[name]
         if isinstance(given, Tensor):
             signature[name] = _TYPES[given.dtype]
             attributes[(index,)] = [["tt.divisibility", 16]]

@@ -1,6 +1,8 @@
 import pytest
 import torch
 
+from tests import uninitialized
+
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
@@ -9,3 +11,8 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def unwritten_memory_is_nan():
+    uninitialized.fill()  # before each test: modules are imported as tests go on

@@ -13,29 +13,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import attnmon
+from tests.models import HEADS, WIDTH, MhaAttention, SdpaAttention
 
-WIDTH, HEADS, LENGTH, BATCH, LAYERS = 16, 2, 8, 3, 2
+LENGTH, BATCH, LAYERS = 8, 3, 2
 aten = torch.ops.aten
 
 
-class Projected(nn.Module):
-    """Queries, keys and values [B, H, L, D] of one projection."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.out, self.num_heads = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), HEADS
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).view(*x.shape[:2], 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        return self.out(self.attend(q, k, v).transpose(1, 2).reshape(x.shape))
-
-
-class SdpaAttention(Projected):
-    def attend(self, q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-class EagerAttention(Projected):
+class MaskedEagerAttention(SdpaAttention):
     def attend(self, q, k, v):
         z = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
         hidden = torch.ones(z.shape[-2:], dtype=torch.bool, device=z.device).triu(1)
@@ -43,16 +27,7 @@ class EagerAttention(Projected):
         return F.dropout(weights, 0.1, self.training) @ v
 
 
-class MhaAttention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.MultiheadAttention(WIDTH, HEADS, dropout=0.1, batch_first=True)
-
-    def forward(self, x):
-        return self.inner(x, x, x, need_weights=False)[0]
-
-
-class FlexAttention(Projected):
+class FlexAttention(SdpaAttention):
     def attend(self, q, k, v):
         from torch.nn.attention.flex_attention import flex_attention
 
@@ -61,7 +36,7 @@ class FlexAttention(Projected):
         return flex_attention(q, k, v, score_mod=lambda score, b, h, i, j: score - (i - j).abs() * 0.1)
 
 
-class RegistryAttention(Projected):
+class RegistryAttention(SdpaAttention):
     is_causal = True
 
     def attend(self, q, k, v):
@@ -80,8 +55,8 @@ def flash(module, query, key, value, attention_mask, scaling=None, **kwargs):
 
 ATTENTION = {
     "sdpa": SdpaAttention,
-    "eager": EagerAttention,
-    "mha": MhaAttention,
+    "eager": MaskedEagerAttention,
+    "mha": functools.partial(MhaAttention, dropout=0.1, need_weights=False),
     "flex": FlexAttention,
     "registry": RegistryAttention,
 }

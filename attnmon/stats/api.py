@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from attnmon.call import make_call
+from attnmon.checks import check_choice
 from attnmon.errors import AttnmonError, UnsupportedAttention
 from attnmon.metrics import METRICS
 from attnmon.stats.fused import host
 from attnmon.stats.packing import Packing
 from attnmon.stats.plan import Plan, make_plan
-from attnmon.stats.settings import BACKENDS, Settings
+from attnmon.stats.settings import BACKENDS, FD_EPSILON, TOKENS, TOP_N, Settings
 from attnmon.types import AttentionCall
 
 
@@ -35,9 +36,9 @@ def attention_stats(
     cu_seqlens: Tensor | None = None,
     rows: int | None = None,
     sequences: int | None = None,
-    top_n: int = 16,
-    tokens: str = "value",
-    fd_epsilon: float = 0.1,
+    top_n: int = TOP_N,
+    tokens: str = TOKENS[0],
+    fd_epsilon: float = FD_EPSILON,
     metrics: Iterable[str] | str | None = None,
     backend: str = "auto",
     hidden: Tensor | None = None,
@@ -149,8 +150,7 @@ def resolve_backend(backend: str, device: torch.device | None = None) -> str:
     Raises:
         AttnmonError: unknown name, or an implementation that cannot run here.
     """
-    if backend not in BACKENDS:
-        raise AttnmonError(f"backend must be one of {', '.join(map(repr, BACKENDS))}; got {backend!r}")
+    check_choice("backend", backend, BACKENDS)
     if backend == "triton":
         reason = host.unavailable(device)
         if reason is not None:

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from attnmon.checks import check_choice, check_number, check_whole
 from attnmon.errors import AttnmonError
 from attnmon.metrics import METRICS, resolve_metrics
 from attnmon.stats.directions import TABLE_SIZE, direction_start, direction_table
@@ -94,18 +95,18 @@ def attention_stats(
     """
     names = _select_metrics(metrics, softcap, sinks, value if tokens != "hidden" else hidden, tokens, logits)
     _check_options(top_n, fd_epsilon, tokens)
-    call = _prepare(
+    call = prepare_call(
         query, key, logits=logits, head_dim=head_dim, scale=scale, softcap=softcap, attn_mask=attn_mask,
         is_causal=is_causal, causal_offset=causal_offset, window=window, key_padding_mask=key_padding_mask,
         cu_seqlens=cu_seqlens, sinks=sinks, is_cross=is_cross,
     )  # fmt: skip
     needs_tokens = any(METRICS[name].needs == "value" for name in names)
-    vectors = _token_vectors(value, hidden, tokens) if needs_tokens else None
+    vectors = token_vectors(value, hidden, tokens) if needs_tokens else None
     num_heads = call.logits.shape[1]
     result = {name: torch.empty(num_heads, dtype=torch.float32) for name in names}
     for head in range(num_heads):
         measured = []
-        for b, i, keys, reason in _rows_of(call, head):
+        for b, i, keys, reason in iterate_rows(call, head):
             if reason is None:
                 measured.append(
                     row_stats(
@@ -121,7 +122,7 @@ def attention_stats(
                     )
                 )
         for name in names:
-            result[name][head] = _merge(name, measured)
+            result[name][head] = merge_rows(name, measured)
     return result
 
 
@@ -139,11 +140,11 @@ def attention_rows(
         (whatever it sees itself); "masked": it sees no key; "nonfinite": a logit it sees is not finite.
     """
     ignored = {"rows", "sequences", "backend", "top_n", "tokens", "fd_epsilon", "metrics", "hidden"}
-    call = _prepare(query, key, **{name: given for name, given in options.items() if name not in ignored})
+    call = prepare_call(query, key, **{name: given for name, given in options.items() if name not in ignored})
     num_heads = call.logits.shape[1]
     counts = {name: torch.zeros(num_heads, dtype=torch.int64) for name in ("rows", *EXCLUSION_REASONS)}
     for head in range(num_heads):
-        for *_, reason in _rows_of(call, head):
+        for *_, reason in iterate_rows(call, head):
             counts[reason or "rows"][head] += 1
     return counts
 
@@ -179,7 +180,7 @@ def row_stats(
     n = z.size
     positions = np.arange(n) if key_positions is None else key_positions
     outcomes = z if sink is None else np.append(z, sink)
-    p_all, rest_all, entropy = _softmax(outcomes)
+    p_all, rest_all, entropy = softmax_row(outcomes)
     p, rest, p_sink = p_all[:n], rest_all[:n], float(p_all[n:].sum())
     ranked = np.argsort(-p, kind="stable")  # equal weights: the lowest index is selected first
     inside, outside = ranked[:top_n], ranked[top_n:]
@@ -203,14 +204,14 @@ def row_stats(
         gaps = np.linalg.norm(weighted - weighted[inside].sum(axis=0), axis=1)
         stats["distance"] = float(gaps[outside].sum())
         if n > top_n:
-            near = np.count_nonzero(_nearer(weighted, inside, outside, gaps))
+            near = np.count_nonzero(nearer_keys(weighted, inside, outside, gaps))
             # N = 1: the selected key lies at distance 0, and a tie at 0 (identical tokens) is not held against it
             share = 1.0 if top_n == 1 else near / top_n
             stats["separability"] = share if np.isfinite(gaps).all() else math.nan
     return stats
 
 
-def _nearer(weighted: Floats, inside: Ints, outside: Ints, gaps: Floats) -> Bools:
+def nearer_keys(weighted: Floats, inside: Ints, outside: Ints, gaps: Floats) -> Bools:
     """Which selected keys lie strictly nearer to s than every other key, [N].
 
     |p x - s|^2 - |s|^2 = p x . (p x - 2 s) orders the distances as |p x - s| does, and keeps its digits where tiny
@@ -264,7 +265,7 @@ def secular_eigenvalue(p: Floats, rest: Floats) -> float:
     return float(tail[0] + 0.5 * (low + high))
 
 
-def _softmax(z: Floats) -> tuple[Floats, Floats, float]:
+def softmax_row(z: Floats) -> tuple[Floats, Floats, float]:
     """p, 1 - p and the entropy of all outcomes, none of them by subtracting nearly equal numbers.
 
     With w = exp(z - max z) and R the sum of w over all but one largest outcome, the entropy
@@ -301,11 +302,11 @@ def _finite_difference(
         mean = float((p_all * growth).sum())
         difference = p_all * (growth - mean) / (1.0 + mean)
     else:  # so large a step that exp overflows, and nothing cancels
-        difference = _softmax(outcomes + move)[0] - p_all
+        difference = softmax_row(outcomes + move)[0] - p_all
     return float(np.linalg.norm(difference[:n])) / epsilon
 
 
-def _merge(name: str, measured: list[dict[str, float]]) -> float:
+def merge_rows(name: str, measured: list[dict[str, float]]) -> float:
     """A head's value from those of its valid rows; NaN where there is none."""
     metric = METRICS[name]
     values = [row[metric.of or name] for row in measured if (metric.of or name) in row]
@@ -323,7 +324,7 @@ def _merge(name: str, measured: list[dict[str, float]]) -> float:
 
 
 @dataclass(frozen=True, eq=False)
-class _Call:
+class PreparedCall:
     """z and visibility of every row; logits of hidden keys are never read."""
 
     logits: Floats  # [B, H, Lq, Lk]
@@ -335,7 +336,7 @@ class _Call:
     tau: float
 
 
-def _rows_of(call: _Call, head: int) -> Iterator[tuple[int, int, Ints, str | None]]:
+def iterate_rows(call: PreparedCall, head: int) -> Iterator[tuple[int, int, Ints, str | None]]:
     """(sequence, query, indices of its visible keys, reason for leaving the row out or None) of every row."""
     bad_sink = call.sinks is not None and not call.sinks[head] < math.inf
     for b, i in np.ndindex(*call.padding.shape):
@@ -350,7 +351,7 @@ def _rows_of(call: _Call, head: int) -> Iterator[tuple[int, int, Ints, str | Non
         yield b, i, keys, reason
 
 
-def _prepare(
+def prepare_call(
     query: Tensor | None,
     key: Tensor | None,
     *,
@@ -366,8 +367,9 @@ def _prepare(
     cu_seqlens: Tensor | None = None,
     sinks: Tensor | None = None,
     is_cross: bool = False,
-) -> _Call:
-    z, uncapped, visible, dim = _base_logits(query, key, logits, head_dim, scale, softcap)
+) -> PreparedCall:
+    """z and visibility of every row of a call, in float64; arguments as of ``attention_stats``."""
+    z, uncapped, visible, dim = base_logits(query, key, logits, head_dim, scale, softcap)
     batch, num_heads, num_queries, num_keys = z.shape
     factor = 1.0 / math.sqrt(dim) if scale is None else float(scale)
     if not 0.0 < factor < math.inf:
@@ -405,10 +407,10 @@ def _prepare(
     self_attention = num_queries == num_keys and not is_cross
     padding = np.logical_not(seen) if self_attention else np.zeros((batch, num_queries), dtype=np.bool_)
     sink_logits = None if sinks is None else _float64(sinks).reshape(num_heads)
-    return _Call(z, uncapped, visible, first_key, padding, sink_logits, 1.0 / (factor * math.sqrt(dim)))
+    return PreparedCall(z, uncapped, visible, first_key, padding, sink_logits, 1.0 / (factor * math.sqrt(dim)))
 
 
-def _base_logits(
+def base_logits(
     query: Tensor | None,
     key: Tensor | None,
     logits: Tensor | None,
@@ -416,7 +418,7 @@ def _base_logits(
     scale: float | None,
     softcap: float | None,
 ) -> tuple[Floats, Floats | None, Bools, int]:
-    """z before masks and bias, the same without softcap, visibility, and D."""
+    """z before masks and bias, z without softcap, visibility, and D."""
     if logits is not None:
         if head_dim is None:
             raise AttnmonError("with logits, head_dim has to be given: the temperature depends on it")
@@ -459,7 +461,7 @@ def _float64(tensor: Tensor) -> Floats:
     return array
 
 
-def _token_vectors(value: Tensor | None, hidden: Tensor | None, tokens: str) -> Floats:
+def token_vectors(value: Tensor | None, hidden: Tensor | None, tokens: str) -> Floats:
     """x of the geometry: [B, Hkv, Lk, E]; one "head" for hidden states."""
     source = hidden if tokens == "hidden" else value
     assert source is not None  # _select_metrics has seen to it
@@ -490,9 +492,6 @@ def _select_metrics(
 
 
 def _check_options(top_n: int, fd_epsilon: float, tokens: str) -> None:
-    if top_n < 1:
-        raise AttnmonError(f"top_n has to be at least 1, got {top_n}")
-    if not 0.0 < fd_epsilon < math.inf:
-        raise AttnmonError(f"fd_epsilon has to be a positive number, got {fd_epsilon}")
-    if tokens not in ("value", "value_raw", "hidden"):
-        raise AttnmonError(f"unknown tokens {tokens!r}; accepted are: 'value', 'value_raw', 'hidden'")
+    check_whole("top_n", top_n)
+    check_number("fd_epsilon", fd_epsilon)
+    check_choice("tokens", tokens, ("value", "value_raw", "hidden"))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from attnmon.errors import AttnmonError
+from attnmon.checks import check_choice, check_number, check_whole
 from attnmon.metrics import METRICS, resolve_metrics
 
 TOKENS = ("value", "value_raw", "hidden")
+ROWS, SEQUENCES, TOP_N, FD_EPSILON = 32, 4, 16, 0.1
+"""Defaults."""
 BACKENDS = ("auto", "torch", "triton")
 
 
@@ -28,37 +29,33 @@ class Settings:
     """
 
     metrics: tuple[str, ...]
-    rows: int | None = 32
-    sequences: int | None = 4
-    top_n: int = 16
-    tokens: str = "value"
-    fd_epsilon: float = 0.1
+    rows: int | None = ROWS
+    sequences: int | None = SEQUENCES
+    top_n: int = TOP_N
+    tokens: str = TOKENS[0]
+    fd_epsilon: float = FD_EPSILON
 
     @classmethod
     def create(
         cls,
         *,
         metrics: Iterable[str] | str | None = None,
-        rows: int | None = 32,
-        sequences: int | None = 4,
-        top_n: int = 16,
-        tokens: str = "value",
-        fd_epsilon: float = 0.1,
+        rows: int | None = ROWS,
+        sequences: int | None = SEQUENCES,
+        top_n: int = TOP_N,
+        tokens: str = TOKENS[0],
+        fd_epsilon: float = FD_EPSILON,
     ) -> Settings:
         """Validate a user's options.
 
         Raises:
             AttnmonError: says which option, what came and what is accepted.
         """
-        check_count("rows", rows, none_means="every row")
-        check_count("sequences", sequences, none_means="all sequences")
-        check_count("top_n", top_n)
-        if tokens not in TOKENS:
-            raise AttnmonError(f"tokens must be one of {', '.join(map(repr, TOKENS))}; got {tokens!r}")
-        if isinstance(fd_epsilon, bool) or not isinstance(fd_epsilon, (int, float)):
-            raise AttnmonError(f"fd_epsilon must be a positive number; got {fd_epsilon!r}")
-        if not (math.isfinite(fd_epsilon) and fd_epsilon > 0):
-            raise AttnmonError(f"fd_epsilon must be a positive finite number; got {fd_epsilon!r}")
+        check_whole("rows", rows, none_means="every row")
+        check_whole("sequences", sequences, none_means="all sequences")
+        check_whole("top_n", top_n)
+        check_choice("tokens", tokens, TOKENS)
+        check_number("fd_epsilon", fd_epsilon)
         return cls(resolve_metrics(metrics), rows, sequences, top_n, tokens, float(fd_epsilon))
 
     @property
@@ -81,12 +78,3 @@ class Settings:
             "tokens": self.tokens,
             "fd_epsilon": self.fd_epsilon,
         }
-
-
-def check_count(name: str, value: object, *, none_means: str | None = None) -> None:
-    """Raise AttnmonError unless ``value`` is an int >= 1 (or None, where that has a meaning)."""
-    if value is None and none_means is not None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        also = f" or None ({none_means})" if none_means else ""
-        raise AttnmonError(f"{name} must be a positive integer{also}; got {value!r}")

@@ -15,7 +15,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import attnmon
-from tests.capture.weights import EVERYTHING, assert_heads, randomize
+from tests.capture.weights import EVERYTHING, assert_heads, hooks, randomize
+from tests.models import gpt2_config
 
 WIDTH, HEADS = 24, 3
 
@@ -114,10 +115,6 @@ def train(run, model, data, monitor=None):
     return losses
 
 
-def hooks(model):
-    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
-
-
 def uncompiled(kind, data, **options):
     """Snapshot of the last step of the same training without a compiler."""
     model = make(kind)
@@ -140,13 +137,12 @@ def assert_same_numbers(one, other, rtol=2e-4):
     ("kind", "attach", "every"),
     [
         ("sdpa", "before", 2),
-        ("prescaled", "before", 1),
         ("eager", "after", 2),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 ("sdpa", "after", 1),
-                *((kind, "before", 1) for kind in KINDS if kind != "prescaled"),
+                *((kind, "before", 1) for kind in KINDS),
                 *((kind, "after", 2) for kind in KINDS if kind != "eager"),
             )
         ),
@@ -379,14 +375,10 @@ def test_graph_breaks_are_allowed():
 @pytest.mark.slow
 def test_models_of_transformers_compile_with_every_layer_seen():
     transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        vocab_size=90, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0, use_cache=False,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
     ids = torch.randint(0, 90, (3, 20), generator=torch.Generator().manual_seed(0))
     for attention in ("sdpa", "eager"):
-        config._attn_implementation = attention
-        model, counter = randomize(transformers.GPT2LMHeadModel(config)).train(), CompileCounterWithBackend("aot_eager")
+        model = randomize(transformers.GPT2LMHeadModel(gpt2_config(attention))).train()
+        counter = CompileCounterWithBackend("aot_eager")
         compiled = torch.compile(model, backend=counter, fullgraph=True)
         with attnmon.watch(compiled, **EVERYTHING) as monitor, attnmon.watch(model, **EVERYTHING) as plain:
             for _ in range(3):

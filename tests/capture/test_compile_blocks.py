@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import attnmon
 import attnmon.capture.compiled.emitted
 import attnmon.capture.recorder
-from tests.capture.attention_kinds import HEADS, KINDS, WIDTH, calls, hooks, inputs
-from tests.capture.weights import EVERYTHING, assert_heads
+from tests.capture.weights import EVERYTHING, assert_heads, calls, hooks
+from tests.models import HEADS, KINDS, WIDTH, inputs
 
 
 @pytest.fixture(autouse=True)
@@ -325,7 +325,7 @@ class BreaksOutside(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "before"),
     [
-        pytest.param(kind, before, marks=() if before == 0 and kind in ("sdpa", "inside, eager") else pytest.mark.slow)
+        pytest.param(kind, before, marks=() if (kind, before) == ("sdpa", 0) else pytest.mark.slow)
         for kind in (*KINDS, "inside, sdpa", "inside, eager")
         for before in (0, 1)
     ],

@@ -6,7 +6,8 @@ from torch import nn
 
 import attnmon
 from attnmon.capture.coverage import MAY_BE_FUSED
-from tests.capture.attention_kinds import SdpaAttention, SeenByDispatchMode, calls, hooks, inputs
+from tests.capture.weights import SeenByDispatchMode, calls, hooks
+from tests.models import SdpaAttention, inputs
 
 WIDTH, HEADS, LENGTH = 16, 2, 6
 pytestmark = [

@@ -18,17 +18,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnmon
-from tests.capture.attention_kinds import (
-    KINDS,
-    WIDTH,
-    MhaAttention,
-    Model,
-    SdpaAttention,
-    SeenByFunctionMode,
-    calls,
-    hooks,
-    inputs,
-)
+from tests.capture.weights import SeenByFunctionMode, calls, hooks
+from tests.models import KINDS, WIDTH, MhaAttention, Model, SdpaAttention, inputs
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 BUILTIN = torch.overrides.has_torch_function

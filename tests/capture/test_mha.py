@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 
@@ -81,9 +82,16 @@ def check(mha, query, key, value, valid=None, heads=H, options=None, **arguments
     return snapshot
 
 
-@pytest.mark.parametrize("batch_first", [False, True])
-@pytest.mark.parametrize("masks", [None, "2-D bool", "2-D float", "3-D bool", "3-D float"])
-@pytest.mark.parametrize("padded", [None, "bool", "float"])
+MASKED = itertools.product(
+    (None, "bool", "float"), (None, "2-D bool", "2-D float", "3-D bool", "3-D float"), (False, True)
+)
+QUICK = ((None, None, False), (None, "3-D bool", True), ("bool", "2-D bool", False), ("float", "2-D float", True))
+
+
+@pytest.mark.parametrize(
+    ("padded", "masks", "batch_first"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in MASKED],
+)
 def test_self_attention(padded, masks, batch_first):
     mha = nn.MultiheadAttention(E, H, batch_first=batch_first)
     x = draw(B, L, E) if batch_first else draw(L, B, E)
@@ -96,8 +104,8 @@ def test_self_attention(padded, masks, batch_first):
     check(mha, x, x, x, valid=~hidden, key_padding_mask=given, attn_mask=mask)
 
 
-@pytest.mark.parametrize("batch_first", [False, True])
-@pytest.mark.parametrize("dims", [{}, {"kdim": 10, "vdim": 14}])
+@pytest.mark.parametrize("batch_first", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("dims", [pytest.param({}, marks=pytest.mark.slow), {"kdim": 10, "vdim": 14}])
 @pytest.mark.parametrize("extra", [{}, {"add_bias_kv": True}, {"add_zero_attn": True}, {"bias": False}])
 def test_cross_attention(extra, dims, batch_first):
     if "add_bias_kv" in extra and dims:
@@ -113,7 +121,7 @@ def test_cross_attention(extra, dims, batch_first):
 
 
 @pytest.mark.parametrize("extra", [("add_bias_kv",), ("add_zero_attn",), ("add_bias_kv", "add_zero_attn")])
-@pytest.mark.parametrize("padded", [None, "bool"])
+@pytest.mark.parametrize("padded", [pytest.param(None, marks=pytest.mark.slow), "bool"])
 def test_more_keys_in_self_attention(extra, padded):
     """A query of padding is left out, although there is a key more than queries."""
     x = draw(L, B, E)

@@ -7,96 +7,11 @@ import torch
 
 import attnmon
 from tests.capture.weights import EVERYTHING, assert_heads, entropy, jacobian, of_rows, randomize, watched
+from tests.models import DECODERS, IDS, LEFT, RIGHT, TOKENS, B, L, build
 
 transformers = pytest.importorskip("transformers")
 
-B, L, TARGETS = 3, 20, 9
-IDS = torch.randint(2, 88, (B, L), generator=torch.Generator().manual_seed(0))
-RIGHT = torch.arange(L)[None] < torch.tensor([[L], [13], [7]])
-LEFT = RIGHT.flip(1)
-SHARED = {"vocab_size": 90, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-GROUPED = {**SHARED, **TOKENS, "num_key_value_heads": 2, "intermediate_size": 48}
-LATENT = {
-    **SHARED, **TOKENS, "num_key_value_heads": 4, "intermediate_size": 48, "moe_intermediate_size": 16,
-    "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4,
-    "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
-}  # fmt: skip
-
-# name: model, configuration, path of a layer's attention, D, scale (None: 1 / sqrt(D)), implementations
-DECODERS = {
-    "gpt2": (
-        "GPT2LMHeadModel",
-        lambda t: t.GPT2Config(vocab_size=90, n_embd=32, n_layer=2, n_head=4, n_positions=64, **TOKENS),
-        "transformer.h.{}.attn", 8, None, ("sdpa", "eager"),
-    ),
-    "gpt2-by-layer": (
-        "GPT2LMHeadModel",
-        lambda t: t.GPT2Config(
-            vocab_size=90, n_embd=32, n_layer=2, n_head=4, n_positions=64, scale_attn_by_inverse_layer_idx=True,
-            reorder_and_upcast_attn=True, **TOKENS,
-        ),
-        "transformer.h.{}.attn", 8, lambda layer: 8**-0.5 / (layer + 1), ("eager",),
-    ),
-    "gpt-neox": (
-        "GPTNeoXForCausalLM", lambda t: t.GPTNeoXConfig(**SHARED, **TOKENS, intermediate_size=48),
-        "gpt_neox.layers.{}.attention", 8, None, ("sdpa", "eager"),
-    ),
-    "llama": (
-        "LlamaForCausalLM", lambda t: t.LlamaConfig(**GROUPED), "model.layers.{}.self_attn", 8, None,
-        ("sdpa", "eager"),
-    ),
-    "mistral": (
-        "MistralForCausalLM", lambda t: t.MistralConfig(**GROUPED, sliding_window=6), "model.layers.{}.self_attn", 8,
-        None, ("sdpa", "eager"),
-    ),
-    "qwen2": (
-        "Qwen2ForCausalLM", lambda t: t.Qwen2Config(**GROUPED), "model.layers.{}.self_attn", 8, None,
-        ("sdpa", "eager"),
-    ),
-    "qwen3": (
-        "Qwen3ForCausalLM", lambda t: t.Qwen3Config(**GROUPED, head_dim=16), "model.layers.{}.self_attn", 16, None,
-        ("sdpa", "eager"),
-    ),
-    "gemma2": (
-        "Gemma2ForCausalLM",
-        lambda t: t.Gemma2Config(
-            **GROUPED, head_dim=16, sliding_window=6, attn_logit_softcapping=2.0, query_pre_attn_scalar=24
-        ),
-        "model.layers.{}.self_attn", 16, lambda layer: 24**-0.5, ("eager",),
-    ),
-    "gpt-oss": (
-        "GptOssForCausalLM",
-        lambda t: t.GptOssConfig(
-            **GROUPED, head_dim=16, sliding_window=6, num_local_experts=4, num_experts_per_tok=2
-        ),
-        "model.layers.{}.self_attn", 16, None, ("eager",),
-    ),
-    "deepseek-v2": (
-        "DeepseekV2ForCausalLM", lambda t: t.DeepseekV2Config(**LATENT, q_lora_rank=None),
-        "model.layers.{}.self_attn", 16, None, ("sdpa", "eager"),
-    ),
-    "deepseek-v3": (
-        "DeepseekV3ForCausalLM", lambda t: t.DeepseekV3Config(**LATENT, q_lora_rank=16, n_shared_experts=1),
-        "model.layers.{}.self_attn", 16, None, ("sdpa", "eager"),
-    ),
-    "bert": (
-        "BertModel", lambda t: t.BertConfig(**SHARED, **NO_DROPOUT, intermediate_size=48),
-        "encoder.layer.{}.attention.self", 8, None, ("sdpa", "eager"),
-    ),
-    "roberta": (
-        "RobertaModel", lambda t: t.RobertaConfig(**SHARED, **NO_DROPOUT, **TOKENS, intermediate_size=48),
-        "encoder.layer.{}.attention.self", 8, None, ("sdpa", "eager"),
-    ),
-}  # fmt: skip
-
-
-def build(model, config, attention):
-    torch.manual_seed(1)
-    config = config(transformers)
-    config._attn_implementation = attention
-    return randomize(getattr(transformers, model)(config))
+TARGETS = 9
 
 
 @pytest.mark.parametrize("padding", [None, LEFT, RIGHT], ids=["full", "left", "right"])

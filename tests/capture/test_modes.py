@@ -11,16 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import attnmon
 from attnmon.capture import deferred
 from attnmon.capture.below import DRY_RUN, below_modes
-from tests.capture.attention_kinds import (
-    KINDS,
-    Model,
-    SdpaAttention,
-    SeenByDispatchMode,
-    SeenByFunctionMode,
-    calls,
-    inputs,
-)
-from tests.capture.weights import EVERYTHING, assert_heads
+from tests.capture.weights import EVERYTHING, SeenByDispatchMode, SeenByFunctionMode, assert_heads, calls
+from tests.models import KINDS, Model, SdpaAttention, inputs
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -129,7 +121,7 @@ def test_a_dry_run_counts_for_nothing_and_leaves_nothing_behind(kind, recwarn):
 
 
 @pytest.mark.filterwarnings("ignore:attnmon. a measured step captured no attention call")
-@pytest.mark.parametrize("tracing", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize("tracing", ["real", "fake", pytest.param("symbolic", marks=pytest.mark.slow)])
 @every_kind
 def test_a_trace_holds_the_model_alone(kind, tracing):
     model = Model(kind)

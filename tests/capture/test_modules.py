@@ -445,8 +445,8 @@ def test_state_dicts_inside_and_between_steps():
         assert [name for name, _ in model.named_buffers()] == []
 
 
-@pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("attention", [Attention, EagerAttention])
+@pytest.mark.parametrize("inside", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("attention", [Attention, pytest.param(EagerAttention, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("strict", [True, False])
 def test_export(attention, inside, strict):
     model, x = make(attention).eval(), inputs()

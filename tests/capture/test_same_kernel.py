@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import attnmon
 from tests.capture.weights import EVERYTHING, assert_heads, entropy, of_rows, randomize, watched
+from tests.models import gpt2_config
 
 OURS = str(Path(attnmon.__file__).parent)
 # frames of ours inside of which the model's own call runs
@@ -75,11 +76,7 @@ def recorded(model, inputs, autocast=False):
 
 def gpt2(attention):
     transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        vocab_size=90, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0,
-        attn_pdrop=0.1, use_cache=False,
-    )  # fmt: skip
-    config._attn_implementation = attention
+    config = gpt2_config(attention, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
     return transformers.GPT2Model(config).train()
 
 

@@ -1,4 +1,4 @@
-"""What the tests of capture share: numbers from weights that a model computed itself, in float64."""
+"""What the tests of capture share: numbers from weights that a model computed itself in float64, and what is seen."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import math
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnmon
 
@@ -64,3 +66,36 @@ def watched(model, *args, options=None, **kwargs):
 
 def standard_tau(scale, head_dim):
     return 1.0 / (scale * math.sqrt(head_dim))
+
+
+def calls(monitor):
+    """Of every module that the coverage tells of."""
+    return [record.calls for record in monitor.coverage()]
+
+
+def hooks(model):
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+class SeenByFunctionMode(TorchFunctionMode):
+    """Everything that a function mode of the user's is told of."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen.append(getattr(func, "__qualname__", str(func)))
+        return func(*args, **(kwargs or {}))
+
+
+class SeenByDispatchMode(TorchDispatchMode):
+    """Every operator that a dispatch mode of the user's is told of."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))

@@ -10,7 +10,9 @@ from attnmon.errors import AttnmonError
 from attnmon.paper.capture import attention_calls, check_causal, heads_of
 from attnmon.paper.measure import Excerpt, HeadRows
 from attnmon.paper.options import PaperOptions
-from tests.capture.test_models_text import DECODERS, IDS, build
+from tests.models import DECODERS, IDS, build
+
+pytest.importorskip("transformers")
 
 OPTIONS = PaperOptions(text=b"", text_name="text", out=Path("nowhere"), lengths=(16,), top_n=(1, 5))
 CAUSAL = [name for name in DECODERS if name not in ("bert", "roberta")]

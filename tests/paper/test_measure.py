@@ -14,7 +14,9 @@ from attnmon.paper.measure import Excerpt, HeadRows, measure_head
 from attnmon.paper.options import EPSILONS, EXPERIMENTS, TEMPERATURES, PaperOptions, candidates
 from attnmon.stats.reference import row_stats
 from attnmon.theory.jacobian import finite_difference, finite_difference_bound, row_directions
-from tests.capture.test_models_text import DECODERS, build, transformers
+from tests.models import DECODERS, build
+
+transformers = pytest.importorskip("transformers")
 
 LENGTH = 150  # more rows than a block
 TOKENS = torch.randint(2, 88, (LENGTH,), generator=torch.Generator().manual_seed(5))

@@ -91,7 +91,9 @@ def test_every_fault_is_told_with_the_right_head(rng, snapshot):
         assert math.isfinite(alert.threshold)
 
 
-@pytest.mark.parametrize("interrupted_at", [2, 3, 57, 103, 362, 410, 421, 600])
+@pytest.mark.parametrize(
+    "interrupted_at", [2, 103, 421, *(pytest.param(step, marks=pytest.mark.slow) for step in (3, 57, 362, 410, 600))]
+)
 def test_resumed_equals_uninterrupted(rng, snapshot, interrupted_at):
     run = eventful(rng, snapshot)
     through = RuleSet()

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack as function_modes
-from torch.utils.checkpoint import checkpoint
 
 import attnmon
 import attnmon.stats.reference
@@ -21,87 +20,14 @@ from attnmon import AttnmonError, AttnmonWarning, Snapshot
 from attnmon.metrics import METRICS
 from attnmon.run.options import DEFAULTS
 from attnmon.writers import Writer
-
-HEADS, LENGTH, WIDTH = 2, 18, 8
-EVERY_ROW = {"rows": None, "sequences": None, "top_n": 4, "on_error": "raise"}
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.gain = 1.0
-
-    def forward(self, hidden, mask=None):
-        batch, length, _ = hidden.shape
-        q, k, v = self.qkv(hidden).view(batch, length, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
-        out = F.scaled_dot_product_attention(self.gain * q, k, v, attn_mask=mask, is_causal=mask is None)
-        return out.transpose(1, 2).flatten(2)
-
-
-class Model(nn.Module):
-    """Two layers, no dropout."""
-
-    def __init__(self, layers=2):
-        super().__init__()
-        self.layers = nn.ModuleList(Attention() for _ in range(layers))
-        self.checkpointing = None
-
-    def forward(self, hidden, mask=None):
-        for layer in self.layers:
-            if self.checkpointing is None:
-                hidden = hidden + layer(hidden, mask)
-            else:
-                hidden = hidden + checkpoint(layer, hidden, mask, use_reentrant=self.checkpointing)
-        return hidden
+from tests.models import SMALL_HEADS, SMALL_LENGTH, SMALL_WIDTH, SmallModel, small_inputs
+from tests.run.watching import EVERY_ROW, Keeper, assert_close, attnmon_of, run
 
 
 @pytest.fixture
 def model():
     torch.manual_seed(0)
-    return Model()
-
-
-def inputs(batch=4, seed=1, scale=1.0):
-    return scale * torch.randn(batch, LENGTH, WIDTH, generator=torch.Generator().manual_seed(seed))
-
-
-def run(monitor, model, *micro_batches, step=None, **arguments):
-    with monitor.step(step):
-        for hidden in micro_batches:
-            model(hidden, **arguments).square().mean().backward()
-    return monitor.latest
-
-
-def assert_close(one, other, rtol=2e-6):
-    """Two snapshots with the same numbers."""
-    assert one.modules == other.modules
-    assert one.metrics == other.metrics
-    for path in one.modules:
-        np.testing.assert_array_equal(one.rows[path], other.rows[path])
-        np.testing.assert_array_equal(one.excluded[path], other.excluded[path])
-    for metric in one.metrics:
-        for path, heads in one[metric].items():
-            np.testing.assert_allclose(heads, other[metric][path], rtol=rtol, atol=1e-7, err_msg=f"{metric} {path}")
-
-
-class Keeper(Writer):
-    def __init__(self):
-        self.steps, self.alerts, self.log = [], [], []
-
-    def write_snapshot(self, snapshot):
-        self.steps.append(snapshot.step)
-        self.log.append(("snapshot", snapshot.step))
-
-    def write_alerts(self, alerts):
-        self.alerts += alerts
-        self.log.append(("alerts", len(alerts)))
-
-    def flush(self):
-        self.log.append("flush")
-
-    def close(self):
-        self.log.append("close")
+    return SmallModel()
 
 
 # -- schedule -------------------------------------------------------------------------------------------------
@@ -115,7 +41,7 @@ def test_every_nth_step_is_measured_and_the_others_carry_nothing(model):
         for _ in range(8):
             with monitor.step():
                 hooked.append(bool(model.layers[0]._forward_hooks))
-                model(inputs()).sum().backward()
+                model(small_inputs()).sum().backward()
             seen.append(monitor.latest.step)
     assert hooked == [True, False, False] * 2 + [True, False]
     assert seen == [0, 0, 0, 3, 3, 3, 6, 6]
@@ -124,11 +50,11 @@ def test_every_nth_step_is_measured_and_the_others_carry_nothing(model):
 
 def test_steps_are_counted_on_from_a_given_number(model):
     with attnmon.watch(model, every_n_steps=2) as monitor:
-        assert run(monitor, model, inputs(), step=10).step == 10
-        assert run(monitor, model, inputs()).step == 10  # this was 11
-        assert run(monitor, model, inputs()).step == 12
-        assert run(monitor, model, inputs(), step=4).step == 12  # each second step, whatever its number
-        assert run(monitor, model, inputs(), step=7).step == 7
+        assert run(monitor, model, small_inputs(), step=10).step == 10
+        assert run(monitor, model, small_inputs()).step == 10  # this was 11
+        assert run(monitor, model, small_inputs()).step == 12
+        assert run(monitor, model, small_inputs(), step=4).step == 12  # each second step, whatever its number
+        assert run(monitor, model, small_inputs(), step=7).step == 7
 
 
 @pytest.mark.parametrize(
@@ -146,7 +72,7 @@ def test_writers_get_a_snapshot_at_their_own_pace(model, every, write_every, ste
     keeper = Keeper()
     monitor = attnmon.watch(model, every_n_steps=every, write_every_n_steps=write_every, writers=keeper)
     for step in steps:
-        run(monitor, model, inputs(2), step=step)
+        run(monitor, model, small_inputs(2), step=step)
     monitor.close()
     assert keeper.steps == written
     assert keeper.log[-1] == "close"
@@ -155,7 +81,7 @@ def test_writers_get_a_snapshot_at_their_own_pace(model, every, write_every, ste
 def test_sampling_moves_from_step_to_step_and_repeats_from_run_to_run(model):
     def entropies():
         with attnmon.watch(model, rows=2, sequences=1, metrics="entropy") as monitor:
-            return [run(monitor, model, inputs())["entropy"]["layers.0"].tolist() for _ in range(4)]
+            return [run(monitor, model, small_inputs())["entropy"]["layers.0"].tolist() for _ in range(4)]
 
     first = entropies()
     assert len({tuple(heads) for heads in first}) == 4
@@ -168,13 +94,13 @@ def test_sampling_moves_from_step_to_step_and_repeats_from_run_to_run(model):
 @pytest.mark.parametrize("sizes", [(3, 3), (1, 4, 1), (5, 1)])
 def test_micro_batches_merge_to_the_whole_batch(model, sizes):
     # a scale per sequence, so that rows, maxima and temperatures differ much between the parts
-    hidden = inputs(sum(sizes)) * torch.linspace(0.3, 6.0, sum(sizes))[:, None, None]
+    hidden = small_inputs(sum(sizes)) * torch.linspace(0.3, 6.0, sum(sizes))[:, None, None]
     with attnmon.watch(model, **EVERY_ROW) as monitor:
         whole = run(monitor, model, hidden)
         parts = run(monitor, model, *hidden.split(sizes))
         assert parts.step == 1
     assert_close(parts, whole)
-    assert parts.rows["layers.0"].tolist() == [sum(sizes) * LENGTH] * HEADS
+    assert parts.rows["layers.0"].tolist() == [sum(sizes) * SMALL_LENGTH] * SMALL_HEADS
     means = [
         attnmon_of(model, part)["entropy"]["layers.0"] for part in hidden.split(sizes)
     ]  # an average of averages would be wrong for parts of different sizes
@@ -184,17 +110,14 @@ def test_micro_batches_merge_to_the_whole_batch(model, sizes):
         assert not np.allclose(parts["entropy"]["layers.0"], sum(means) / len(means), rtol=1e-3)
 
 
-def attnmon_of(model, hidden, **options):
-    with attnmon.watch(model, **{**EVERY_ROW, **options}) as monitor:
-        return run(monitor, model, hidden)
-
-
 def test_numbers_are_those_of_attention_stats(model):
-    hidden = inputs(3, scale=3.0)
+    hidden = small_inputs(3, scale=3.0)
     snapshot = attnmon_of(model, hidden)
     layer = model.layers[0]
     with torch.no_grad():
-        q, k, v = layer.qkv(hidden).view(3, LENGTH, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            layer.qkv(hidden).view(3, SMALL_LENGTH, 3, SMALL_HEADS, SMALL_WIDTH // SMALL_HEADS).permute(2, 0, 3, 1, 4)
+        )
     expected = attnmon.attention_stats(q, k, v, is_causal=True, top_n=4)
     assert set(snapshot.metrics) == set(expected)
     for metric, heads in expected.items():
@@ -211,11 +134,11 @@ def test_autocast_of_the_training_does_not_reach_the_statistics(model):
     real, F.scaled_dot_product_attention = F.scaled_dot_product_attention, sdpa
     try:
         with torch.autocast("cpu", torch.bfloat16):
-            model(inputs(3, scale=4.0))
+            model(small_inputs(3, scale=4.0))
     finally:
         F.scaled_dot_product_attention = real
     with attnmon.watch(model, **EVERY_ROW) as monitor, torch.autocast("cpu", torch.bfloat16):
-        snapshot = run(monitor, model, inputs(3, scale=4.0))
+        snapshot = run(monitor, model, small_inputs(3, scale=4.0))
     assert taken["call"][0].dtype == torch.bfloat16
     expected = attnmon.stats.reference.attention_stats(*taken["call"], is_causal=True, top_n=4)
     for metric in ("entropy", "max_logit", "logit_std", "jacobian", "top_mass"):
@@ -224,7 +147,7 @@ def test_autocast_of_the_training_does_not_reach_the_statistics(model):
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_activation_checkpointing_counts_each_call_once(model, use_reentrant):
-    hidden = inputs().requires_grad_()
+    hidden = small_inputs().requires_grad_()
     bare = attnmon_of(model, hidden)
     model.checkpointing = use_reentrant
     with attnmon.watch(model, **EVERY_ROW) as monitor:
@@ -237,10 +160,10 @@ def test_activation_checkpointing_counts_each_call_once(model, use_reentrant):
 def test_two_monitors_on_one_model_see_the_same(model):
     with attnmon.watch(model, **EVERY_ROW) as one, attnmon.watch(model, **EVERY_ROW) as other:
         with one.step(), other.step():
-            model(inputs()).sum().backward()
+            model(small_inputs()).sum().backward()
         assert_close(one.latest, other.latest, rtol=0)
         with other.step(), one.step():
-            model(inputs()).sum().backward()
+            model(small_inputs()).sum().backward()
         assert_close(one.latest, other.latest, rtol=0)
         assert one.latest.step == other.latest.step == 1
     assert function_modes() == []
@@ -255,48 +178,48 @@ def hooks(model):
 
 def test_an_exception_inside_a_step_drops_it_and_leaves_the_model_clean(model):
     with attnmon.watch(model) as monitor:
-        run(monitor, model, inputs())
+        run(monitor, model, small_inputs())
         for place in ("between", "inside"):
             model.layers[1].gain = None if place == "inside" else 1.0  # None * q raises in the middle of a forward
             with pytest.raises((TypeError, ZeroDivisionError)), monitor.step():  # noqa: PT012
-                model(inputs())
+                model(small_inputs())
                 raise ZeroDivisionError
             assert (hooks(model), function_modes()) == (0, [])
             assert monitor.latest.step == 0
         model.layers[1].gain = 1.0
-        after = run(monitor, model, inputs(), step=1)
+        after = run(monitor, model, small_inputs(), step=1)
     assert after.step == 1
-    assert after.rows["layers.0"].tolist() == [4 * LENGTH] * HEADS  # nothing of the dropped steps is in it
+    assert after.rows["layers.0"].tolist() == [4 * SMALL_LENGTH] * SMALL_HEADS  # nothing of the dropped steps is in it
 
 
 def test_a_step_inside_a_step_is_ignored_with_one_warning(model):
     with attnmon.watch(model, **EVERY_ROW) as monitor:
         with monitor.step():
-            model(inputs(1, seed=2)).sum().backward()
+            model(small_inputs(1, seed=2)).sum().backward()
             with pytest.warns(AttnmonWarning, match="inside another step"), monitor.step():
-                model(inputs(1, seed=3)).sum().backward()
+                model(small_inputs(1, seed=3)).sum().backward()
             assert monitor.latest is None
             with pytest.raises(ZeroDivisionError), monitor.step():
                 raise ZeroDivisionError
-            model(inputs(1, seed=4)).sum().backward()
-        assert monitor.latest.rows["layers.0"].tolist() == [3 * LENGTH] * HEADS
-        assert run(monitor, model, inputs(1)).step == 1
+            model(small_inputs(1, seed=4)).sum().backward()
+        assert monitor.latest.rows["layers.0"].tolist() == [3 * SMALL_LENGTH] * SMALL_HEADS
+        assert run(monitor, model, small_inputs(1)).step == 1
 
 
 def test_close_ends_it_for_good(model):
     keeper = Keeper()
     monitor = attnmon.watch(model, writers=[keeper])
-    run(monitor, model, inputs())
+    run(monitor, model, small_inputs())
     with monitor.step():
-        model(inputs())
+        model(small_inputs())
         monitor.close()
         assert hooks(model) == 0
-        model(inputs())
+        model(small_inputs())
     monitor.close()
     assert monitor.closed
     assert keeper.log == [("snapshot", 0), "close"]
     calls = [record.calls for record in monitor.coverage()]
-    run(monitor, model, inputs())
+    run(monitor, model, small_inputs())
     assert hooks(model) == 0
     assert [record.calls for record in monitor.coverage()] == calls
     assert monitor.flush().step == monitor.latest.step == 0
@@ -305,7 +228,7 @@ def test_close_ends_it_for_good(model):
 def test_flush_reaches_the_writers(model):
     keeper = Keeper()
     with attnmon.watch(model, writers=[keeper]) as monitor:
-        run(monitor, model, inputs())
+        run(monitor, model, small_inputs())
         assert monitor.flush() is monitor.latest
         assert keeper.log == [("snapshot", 0), "flush"]
 
@@ -313,12 +236,12 @@ def test_flush_reaches_the_writers(model):
 def test_pausing_looks_away(model):
     with attnmon.watch(model, **EVERY_ROW) as monitor:
         with monitor.step():
-            model(inputs(1))
+            model(small_inputs(1))
             monitor.pause()
-            model(inputs(2))
+            model(small_inputs(2))
             monitor.resume()
-            model(inputs(1))
-        assert monitor.latest.rows["layers.0"].tolist() == [2 * LENGTH] * HEADS
+            model(small_inputs(1))
+        assert monitor.latest.rows["layers.0"].tolist() == [2 * SMALL_LENGTH] * SMALL_HEADS
         monitor.resume()  # no step is open
         assert hooks(model) == 0
 
@@ -333,7 +256,7 @@ def test_coverage_waits_then_tells(model):
             ("layers.1", "waiting"),
         ]
         with monitor.step():
-            model.layers[0](inputs())
+            model.layers[0](small_inputs())
         first, second = monitor.coverage()
     assert (first.path, first.kind, first.heads, first.status, first.reason) == ("layers.0", "self", 2, "captured", "")
     assert (second.status, second.heads) == ("skipped", None)
@@ -351,15 +274,17 @@ def test_coverage_waits_then_tells(model):
     ],
 )
 def test_include_and_exclude(options, expected):
-    model = Model(layers=4)
-    snapshot = attnmon_of(model, inputs(1), **options)
+    model = SmallModel(layers=4)
+    snapshot = attnmon_of(model, small_inputs(1), **options)
     assert set(snapshot.modules) == expected
     assert set(snapshot["entropy"]) == expected
 
 
 def test_modules_stand_in_the_models_order():
-    model = Model(layers=12)
-    assert attnmon_of(model, inputs(1), metrics="entropy").modules == tuple(f"layers.{index}" for index in range(12))
+    model = SmallModel(layers=12)
+    assert attnmon_of(model, small_inputs(1), metrics="entropy").modules == tuple(
+        f"layers.{index}" for index in range(12)
+    )
 
 
 # -- options --------------------------------------------------------------------------------------------------
@@ -426,14 +351,14 @@ def test_options_may_be_one_thing_several_or_an_iterator(model):
         writers=(keeper for keeper in keepers),
         include=(pattern for pattern in ["*.0"]),
     ) as monitor:
-        snapshot = run(monitor, model, inputs())
+        snapshot = run(monitor, model, small_inputs())
     assert snapshot.metrics == ("entropy", "max_logit")
     assert snapshot.modules == ("layers.0",)
     assert [keeper.steps for keeper in keepers] == [[0], [0]]
     assert {alert.rule for alert in monitor.alerts} == {"ceiling"}
     single = Keeper()
     with attnmon.watch(model, metrics="entropy", rules=attnmon.NonFinite(), writers=single) as monitor:
-        assert run(monitor, model, inputs()).metrics == ("entropy",)
+        assert run(monitor, model, small_inputs()).metrics == ("entropy",)
     assert single.steps == [0]
 
 
@@ -443,9 +368,9 @@ def test_options_may_be_one_thing_several_or_an_iterator(model):
 def test_alerts_go_to_list_callback_and_writers_once(model):
     keeper, told = Keeper(), []
     with attnmon.watch(model, writers=[keeper], on_alert=told.append, write_every_n_steps=100) as monitor:
-        run(monitor, model, inputs())
+        run(monitor, model, small_inputs())
         assert monitor.alerts == []
-        broken = inputs()
+        broken = small_inputs()
         broken[0, 3] = math.nan
         for _ in range(3):
             run(monitor, model, broken)
@@ -462,13 +387,13 @@ def test_alerts_go_to_list_callback_and_writers_once(model):
 def test_a_snapshot_comes_before_its_alerts(model):
     keeper = Keeper()  # a writer draws the alert's picture from the snapshot that it has
     with attnmon.watch(model, writers=[keeper]) as monitor:
-        run(monitor, model, torch.full((1, LENGTH, WIDTH), math.inf))
+        run(monitor, model, torch.full((1, SMALL_LENGTH, SMALL_WIDTH), math.inf))
     assert keeper.log == [("snapshot", 0), ("alerts", 4), "close"]
 
 
 def test_no_rules_no_alerts(model):
     with attnmon.watch(model, rules=()) as monitor:
-        run(monitor, model, torch.full((1, LENGTH, WIDTH), math.nan))
+        run(monitor, model, torch.full((1, SMALL_LENGTH, SMALL_WIDTH), math.nan))
     assert monitor.alerts == []
 
 
@@ -481,7 +406,7 @@ def test_state_goes_through_torch_save_and_carries_baselines_and_open_alerts(mod
         return attnmon.watch(model, rules=[attnmon.Ceiling(warning=1e-4, critical=1e3), attnmon.NonFinite()], rows=4)
 
     def continued(monitor, steps):
-        return [run(monitor, model, inputs(seed=step)).to_dict() for step in steps]
+        return [run(monitor, model, small_inputs(seed=step)).to_dict() for step in steps]
 
     whole, first, second = start(), start(), start()
     everything = continued(whole, range(12))
@@ -503,12 +428,12 @@ def test_without_the_state_the_alerts_would_be_told_again(model):
     for restored in (False, True):
         before, after = (attnmon.watch(model, rules=hot_rules()) for _ in range(2))
         for step in range(4):
-            run(before, model, inputs(), step=step)
+            run(before, model, small_inputs(), step=step)
         assert before.alerts
         if restored:
             after.load_state_dict(before.state_dict())
         for step in range(4, 8):
-            run(after, model, inputs(), step=step)
+            run(after, model, small_inputs(), step=step)
         assert bool(after.alerts) is not restored
 
 
@@ -516,7 +441,7 @@ def test_without_the_state_the_alerts_would_be_told_again(model):
 def test_a_damaged_state_is_refused_and_changes_nothing(model, damage):
     with attnmon.watch(model, rules=hot_rules()) as monitor:
         for _ in range(3):
-            run(monitor, model, inputs())
+            run(monitor, model, small_inputs())
         before = monitor.state_dict()
         state = json.loads(json.dumps(before))
         if damage == "modules":
@@ -542,7 +467,7 @@ def test_a_failing_reducer_is_told_once_and_training_goes_on(model, monkeypatch)
     with attnmon.watch(model) as monitor, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
-            run(monitor, model, inputs())
+            run(monitor, model, small_inputs())
     assert [str(warning.message) for warning in caught if warning.category is AttnmonWarning] == [
         "attnmon: layers.0: an attention call is not measured: RuntimeError: no reduction today; "
         "further modules of which this holds are in monitor.coverage()"
@@ -566,7 +491,7 @@ def test_a_reducer_that_fails_for_one_module_costs_that_module_alone(model, monk
     monkeypatch.setattr("attnmon.run.backend_choice.measure", flaky)
     with attnmon.watch(model) as monitor:
         with pytest.warns(AttnmonWarning, match="only the first layer"):
-            run(monitor, model, inputs())
+            run(monitor, model, small_inputs())
         assert monitor.latest.modules == ("layers.1",)
         assert [record.status for record in monitor.coverage()] == ["skipped", "captured"]
 
@@ -576,9 +501,9 @@ def test_on_error_raise_raises_and_leaves_the_model_clean(model, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("attnmon.run.backend_choice.measure", broken_measure)
         with pytest.raises(RuntimeError, match="no reduction today"):
-            run(monitor, model, inputs())
+            run(monitor, model, small_inputs())
     assert (hooks(model), function_modes()) == (0, [])
-    assert run(monitor, model, inputs()).step == 0
+    assert run(monitor, model, small_inputs()).step == 0
 
 
 class BrokenWriter(Writer):
@@ -592,12 +517,12 @@ def test_a_writer_that_fails_harms_neither_training_nor_other_writers(model):
         warnings.simplefilter("always")
         with attnmon.watch(model, writers=[BrokenWriter(), keeper]) as monitor:
             for _ in range(5):
-                run(monitor, model, inputs())
+                run(monitor, model, small_inputs())
     assert keeper.steps == [0, 1, 2, 3, 4]
     assert [str(warning.message)[:48] for warning in caught] == ["BrokenWriter could not write a snapshot (OSError"]
     monitor = attnmon.watch(model, writers=[BrokenWriter()], on_error="raise")
     with pytest.raises(OSError, match="disk full"):
-        run(monitor, model, inputs())
+        run(monitor, model, small_inputs())
     assert (hooks(model), function_modes()) == (0, [])
 
 
@@ -609,7 +534,7 @@ def test_a_failing_on_alert_is_told_once(model):
         warnings.simplefilter("always")
         with attnmon.watch(model, on_alert=on_alert, rules=[attnmon.NonFinite(clear_steps=1)]) as monitor:
             for hidden in (math.nan, 0.0, math.nan):
-                run(monitor, model, torch.full((1, LENGTH, WIDTH), hidden))
+                run(monitor, model, torch.full((1, SMALL_LENGTH, SMALL_WIDTH), hidden))
     assert len(monitor.alerts) == 8
     assert [str(warning.message) for warning in caught] == [
         "attnmon: a fault inside the monitor (KeyError: 'pager'); training goes on"
@@ -622,10 +547,10 @@ def test_warnings_as_errors_leave_the_model_clean(model, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error", AttnmonWarning)
         with pytest.raises(AttnmonWarning):
-            run(monitor, model, inputs())
+            run(monitor, model, small_inputs())
     assert (hooks(model), function_modes()) == (0, [])
     monkeypatch.undo()
-    assert run(monitor, model, inputs()).modules == ("layers.0", "layers.1")
+    assert run(monitor, model, small_inputs()).modules == ("layers.0", "layers.1")
 
 
 def test_a_measured_step_that_captured_nothing_says_so_once(model):
@@ -636,7 +561,7 @@ def test_a_measured_step_that_captured_nothing_says_so_once(model):
                 with monitor.step():
                     pass
             assert monitor.latest is None
-            assert run(monitor, model, inputs()).step == 3
+            assert run(monitor, model, small_inputs()).step == 3
     assert len(caught) == 1
     assert "captured no attention call" in str(caught[0].message)
 
@@ -645,51 +570,54 @@ def test_a_measured_step_that_captured_nothing_says_so_once(model):
 
 
 def test_rows_that_are_not_finite_are_counted(model):
-    hidden = inputs(2)
+    hidden = small_inputs(2)
     hidden[1, 5] = math.nan  # causal: query 5 and all after it see key 5
     snapshot = attnmon_of(model, hidden)
-    for path, expected in (("layers.0", LENGTH - 5), ("layers.1", LENGTH)):  # 0 * NaN: layer 0 spreads it to all rows
-        assert snapshot.excluded[path].tolist() == [expected] * HEADS
-        assert snapshot.excluded_by_reason["nonfinite"][path].tolist() == [expected] * HEADS
-        assert snapshot.rows[path].tolist() == [2 * LENGTH - expected] * HEADS
+    for path, expected in (
+        ("layers.0", SMALL_LENGTH - 5),
+        ("layers.1", SMALL_LENGTH),
+    ):  # 0 * NaN: layer 0 spreads it to all rows
+        assert snapshot.excluded[path].tolist() == [expected] * SMALL_HEADS
+        assert snapshot.excluded_by_reason["nonfinite"][path].tolist() == [expected] * SMALL_HEADS
+        assert snapshot.rows[path].tolist() == [2 * SMALL_LENGTH - expected] * SMALL_HEADS
         assert np.isfinite(snapshot["entropy"][path]).all()
 
 
 @pytest.mark.parametrize("as_float", [False, True])
 def test_fully_masked_rows_are_counted(model, as_float):
-    mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
+    mask = torch.ones(1, 1, SMALL_LENGTH, SMALL_LENGTH, dtype=torch.bool).tril()
     mask[..., 2:6, :] = False
     if as_float:
         mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
     with attnmon.watch(model, **EVERY_ROW) as monitor:
         with monitor.step(), torch.no_grad():
-            model.layers[0](inputs(3), mask)
+            model.layers[0](small_inputs(3), mask)
         snapshot = monitor.latest
-    assert snapshot.excluded_by_reason["masked"]["layers.0"].tolist() == [3 * 4] * HEADS
-    assert snapshot.excluded["layers.0"].tolist() == [3 * 4] * HEADS
-    assert snapshot.rows["layers.0"].tolist() == [3 * (LENGTH - 4)] * HEADS
+    assert snapshot.excluded_by_reason["masked"]["layers.0"].tolist() == [3 * 4] * SMALL_HEADS
+    assert snapshot.excluded["layers.0"].tolist() == [3 * 4] * SMALL_HEADS
+    assert snapshot.rows["layers.0"].tolist() == [3 * (SMALL_LENGTH - 4)] * SMALL_HEADS
 
 
 def test_a_step_of_nothing_but_bad_rows_is_no_data(model):
-    snapshot = attnmon_of(model, torch.full((2, LENGTH, WIDTH), math.nan))
+    snapshot = attnmon_of(model, torch.full((2, SMALL_LENGTH, SMALL_WIDTH), math.nan))
     for metric in snapshot.metrics:
         for heads in snapshot[metric].values():
             assert np.isnan(heads).all(), metric
     assert snapshot.rows["layers.0"].tolist() == [0, 0]
-    assert snapshot.excluded["layers.0"].tolist() == [2 * LENGTH] * HEADS
+    assert snapshot.excluded["layers.0"].tolist() == [2 * SMALL_LENGTH] * SMALL_HEADS
 
 
 # -- the snapshot ---------------------------------------------------------------------------------------------
 
 
 def test_a_snapshot_is_plain_data(model):
-    hidden = inputs(2)
+    hidden = small_inputs(2)
     snapshot = attnmon_of(model, hidden)
     assert set(snapshot.metrics) == set(METRICS) - {"max_logit_uncapped", "sink_mass"}
     for metric in snapshot.metrics:
         for path, heads in snapshot[metric].items():
             assert path in snapshot.modules
-            assert (type(heads), heads.dtype, heads.shape) == (np.ndarray, np.float32, (HEADS,))
+            assert (type(heads), heads.dtype, heads.shape) == (np.ndarray, np.float32, (SMALL_HEADS,))
     assert snapshot.rows["layers.1"].dtype == np.int64
     assert "entropy" in snapshot
     with pytest.raises(KeyError, match="no metric 'nope' in this snapshot; it has entropy"):
@@ -699,7 +627,7 @@ def test_a_snapshot_is_plain_data(model):
 
 @pytest.mark.parametrize("fill", [None, 0.0, math.nan], ids=["numbers", "infinite_temperature", "no_data"])
 def test_to_dict_is_strict_json_and_from_dict_its_inverse(model, fill):
-    hidden = inputs(2) if fill is None else torch.full((2, LENGTH, WIDTH), fill)
+    hidden = small_inputs(2) if fill is None else torch.full((2, SMALL_LENGTH, SMALL_WIDTH), fill)
     snapshot = attnmon_of(model, hidden)
     if fill == 0.0:
         assert np.isinf(snapshot["effective_temperature"]["layers.0"]).all()

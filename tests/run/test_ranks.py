@@ -23,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import attnmon
 from attnmon import AttnmonError, AttnmonWarning
-from tests.run.test_monitor import EVERY_ROW, HEADS, LENGTH, Keeper, Model, assert_close, attnmon_of, inputs
+from tests.models import SMALL_HEADS, SMALL_LENGTH, SmallModel, small_inputs
+from tests.run.watching import EVERY_ROW, Keeper, assert_close, attnmon_of
 
 ROOT = Path(__file__).resolve().parents[2]
 COLLECTIVE_LIMIT, ANSWER_LIMIT = 30, 90  # seconds
@@ -115,12 +116,12 @@ def pair(tmp_path_factory):
 
 def new_model(layers=2):
     torch.manual_seed(0)
-    return Model(layers)
+    return SmallModel(layers)
 
 
 def share(rank, sizes):
     """A rank's part of a batch whose sequences differ much, and of them the parts' sizes."""
-    hidden = inputs(sum(sizes)) * torch.linspace(0.3, 6.0, sum(sizes))[:, None, None]
+    hidden = small_inputs(sum(sizes)) * torch.linspace(0.3, 6.0, sum(sizes))[:, None, None]
     return hidden if rank is None else hidden.split(sizes)[rank]
 
 
@@ -160,7 +161,7 @@ def test_merged_ranks_equal_one_process_over_the_whole_batch(pair, sizes, wrappe
     assert [snapshot.step for snapshot in first] == [snapshot.step for snapshot in second] == [0, 1]
     for snapshot in (*first, *second):
         assert_close(snapshot, whole, rtol=1e-6)
-        assert snapshot.rows["layers.0"].tolist() == [6 * LENGTH] * HEADS
+        assert snapshot.rows["layers.0"].tolist() == [6 * SMALL_LENGTH] * SMALL_HEADS
     for one, other in zip(first, second, strict=True):
         assert one.to_dict() == other.to_dict()
     assert paths == ["layers.0", "layers.1"]  # without "module."
@@ -178,7 +179,7 @@ def layers_per_rank(rank, schedule):
             monitor.end_step(collective=step % 2 == 0)
             if step % 2:
                 monitor.flush()
-            modules.append({path: int(rows[0]) // LENGTH for path, rows in monitor.latest.rows.items()})
+            modules.append({path: int(rows[0]) // SMALL_LENGTH for path, rows in monitor.latest.rows.items()})
             assert monitor.latest.step == step
     return modules
 
@@ -215,7 +216,7 @@ def stage(rank, collective):
         for step in range(2):
             monitor.begin_step()
             for layer in model.layers.values():
-                layer(inputs(2 + step)).sum().backward()
+                layer(small_inputs(2 + step)).sum().backward()
             monitor.end_step(collective=collective)
             monitor.flush()
         return monitor.latest, keeper.log, [record.path for record in monitor.coverage()]
@@ -271,7 +272,7 @@ def faulty_rank(rank, collective):
             attnmon.run.backend_choice.measure = broken if rank == 1 and step < 2 else real
             step_over(monitor, model, share(rank, (2, 3)), collective=collective)
             monitor.flush()
-            rows.append(int(monitor.latest.rows["layers.0"][0]) // LENGTH)
+            rows.append(int(monitor.latest.rows["layers.0"][0]) // SMALL_LENGTH)
     return rows, [str(warning.message) for warning in told]
 
 
@@ -299,7 +300,7 @@ def rank_without_calls(rank, as_error):
 def test_a_rank_that_captures_nothing_merges_all_the_same(pair, as_error):
     first, second = pair(rank_without_calls, as_error)
     assert first.to_dict() == second.to_dict()
-    assert first.rows["layers.1"].tolist() == [2 * LENGTH] * HEADS
+    assert first.rows["layers.1"].tolist() == [2 * SMALL_LENGTH] * SMALL_HEADS
 
 
 def rank_that_drops_a_step(rank):
@@ -313,7 +314,7 @@ def rank_that_drops_a_step(rank):
     first = monitor.flush()
     step_over(monitor, model, share(rank, (2, 3)))
     second = monitor.flush()
-    return [(snapshot.step, int(snapshot.rows["layers.0"][0]) // LENGTH) for snapshot in (first, second)]
+    return [(snapshot.step, int(snapshot.rows["layers.0"][0]) // SMALL_LENGTH) for snapshot in (first, second)]
 
 
 def test_a_step_that_one_rank_dropped_does_not_hang_the_flush(pair):
@@ -327,7 +328,7 @@ def hot_rank(rank):
         model, rules=rules, on_alert=told.append, writers=[keeper], rows=None, sequences=None, top_n=4
     ) as monitor:
         for scale in (1.0, 1.0, 30.0, 30.0, float("nan")):
-            step_over(monitor, model, inputs(2, seed=rank, scale=scale if rank == 1 else 1.0), collective=True)
+            step_over(monitor, model, small_inputs(2, seed=rank, scale=scale if rank == 1 else 1.0), collective=True)
     return told, monitor.alerts, keeper.alerts, monitor.state_dict()
 
 
@@ -377,7 +378,7 @@ def groups(rank):
     for group in (None, dist.new_group(), alone):
         with attnmon.watch(model, process_group=group, **EVERY_ROW) as monitor:
             step_over(monitor, model, share(rank, sizes))
-            rows.append(int(monitor.flush().rows["layers.0"][0]) // LENGTH)
+            rows.append(int(monitor.flush().rows["layers.0"][0]) // SMALL_LENGTH)
     return rows
 
 
@@ -416,7 +417,7 @@ def refuse(rank):
 def lightning_fit(package, root, devices, accumulate):
     """Four batches of four sequences, divided among the ranks."""
     from attnmon.lightning import AttentionMonitor
-    from tests.test_lightning import Keeper, loader, module_of, trainer_of
+    from tests.lightning_runs import Keeper, loader, module_of, trainer_of
 
     torch.set_num_threads(1)
     lightning = importlib.import_module(package)

@@ -57,11 +57,11 @@ def expect(call: Mapping[str, Any], *, unit: float = UNIT, tie: float = 1e-6) ->
     given = {name: argument for name, argument in call.items() if name not in ignored}
     given.setdefault("query", None)
     given.setdefault("key", None)
-    rows = reference._prepare(given.pop("query"), given.pop("key"), **given)
+    rows = reference.prepare_call(given.pop("query"), given.pop("key"), **given)
     sizes = _sizes(call, rows)
     vectors = None
     if call.get("value") is not None or tokens == "hidden":
-        vectors = reference._token_vectors(call.get("value"), call.get("hidden"), tokens)
+        vectors = reference.token_vectors(call.get("value"), call.get("hidden"), tokens)
     num_heads = rows.logits.shape[1]
     stats = {name: torch.empty(num_heads) for name in names}
     allowed = {name: torch.zeros(num_heads, dtype=torch.float64) for name in names}
@@ -71,7 +71,7 @@ def expect(call: Mapping[str, Any], *, unit: float = UNIT, tie: float = 1e-6) ->
     for head in range(num_heads):
         measured, budgets, low, high = [], [], [], []
         sink = None if rows.sinks is None else float(rows.sinks[head])
-        for b, i, keys, reason in reference._rows_of(rows, head):
+        for b, i, keys, reason in reference.iterate_rows(rows, head):
             counts[reason or "rows"][head] += 1
             if reason is not None:
                 continue
@@ -102,7 +102,7 @@ def expect(call: Mapping[str, Any], *, unit: float = UNIT, tie: float = 1e-6) ->
                     low.append(few)
                     high.append(many)
         for name in names:
-            stats[name][head] = reference._merge(name, measured)
+            stats[name][head] = reference.merge_rows(name, measured)
             of = METRICS[name].of or name
             errors = [budget.get(of, 0.0) for row, budget in zip(measured, budgets, strict=True) if of in row]
             if errors:
@@ -115,7 +115,7 @@ def expect(call: Mapping[str, Any], *, unit: float = UNIT, tie: float = 1e-6) ->
     return Expected(stats, counts, allowed, (limits[0], limits[1]), nearly_tied)
 
 
-def _sizes(call: Mapping[str, Any], rows: reference._Call) -> np.ndarray:
+def _sizes(call: Mapping[str, Any], rows: reference.PreparedCall) -> np.ndarray:
     """[B, H, Lq, Lk]: the magnitude that a logit's rounding error is relative to."""
     size = np.abs(np.nan_to_num(rows.logits, posinf=0.0, neginf=0.0))
     if call.get("query") is None:
@@ -125,7 +125,7 @@ def _sizes(call: Mapping[str, Any], rows: reference._Call) -> np.ndarray:
     product = (q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale).numpy()
     softcap = call.get("softcap")
     if softcap is not None:  # tanh flattens what comes in, and rounds what goes out
-        raw, _, _, _ = reference._base_logits(call["query"], call["key"], None, None, scale, softcap)
+        raw, _, _, _ = reference.base_logits(call["query"], call["key"], None, None, scale, softcap)
         product = product * (1.0 - (raw / softcap) ** 2) + np.abs(raw)
     return product + size
 
@@ -141,7 +141,7 @@ def _budget(
     tau: float,
 ) -> dict[str, float]:
     """First-order absolute error of each metric when logit j is off by up to ``rounding[j]``."""
-    p, _, _ = reference._softmax(z if sink is None else np.append(z, sink))
+    p, _, _ = reference.softmax_row(z if sink is None else np.append(z, sink))
     error = rounding if sink is None else np.append(rounding, UNIT * (0.0 if math.isinf(sink) else abs(sink)))
     outcomes = z if sink is None else np.append(z, max(sink, -1e30))
     # weight j is off by error[j] + sum p error of its own size

@@ -10,7 +10,7 @@ import torch
 
 from attnmon.stats.packing import Packing
 from attnmon.stats.plan import make_plan
-from attnmon.stats.reference import _softmax, largest_eigenvalue, secular_eigenvalue
+from attnmon.stats.reference import largest_eigenvalue, secular_eigenvalue, softmax_row
 from attnmon.stats.settings import Settings
 from attnmon.stats.streaming.measure import measure
 from attnmon.types import AttentionCall
@@ -29,7 +29,7 @@ def _by_streaming(z, sink=None, top_n=16, dtype=torch.float32):
 
 def _true(row, sink=None):
     row = row.astype(np.float32).astype(np.float64)
-    p, rest, _ = _softmax(row if sink is None else np.append(row, sink))
+    p, rest, _ = softmax_row(row if sink is None else np.append(row, sink))
     p, rest = p[: row.size], rest[: row.size]
     return largest_eigenvalue(p, rest) if row.size <= 300 else secular_eigenvalue(p, rest)
 

@@ -12,12 +12,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from attnmon.errors import AttnmonError
 from attnmon.stats.directions import TABLE_SIZE, direction_start, direction_table
 from attnmon.stats.reference import (
-    _softmax,
     attention_rows,
     attention_stats,
     largest_eigenvalue,
     row_stats,
     secular_eigenvalue,
+    softmax_row,
 )
 from tests.helpers import assert_stats_close, call_id, draw_call
 
@@ -171,7 +171,7 @@ def test_secular_equation_agrees_with_the_eigensolver():
         z = rng.normal(size=int(rng.integers(2, 65))) * 10.0 ** rng.uniform(-3, 2)
         z[rng.integers(z.size)] = z.max() - (0.0 if trial % 3 else 1e-9 * trial)
         sink = [z.max() + rng.uniform(-3, 30)] if trial % 4 == 0 else []
-        p, rest, _ = _softmax(np.append(z, sink))
+        p, rest, _ = softmax_row(np.append(z, sink))
         p, rest = p[: z.size], rest[: z.size]
         assert secular_eigenvalue(p, rest) == pytest.approx(largest_eigenvalue(p, rest), rel=1e-12, abs=1e-300)
 

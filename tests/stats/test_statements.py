@@ -13,7 +13,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from attnmon.stats.reference import _softmax, largest_eigenvalue, row_stats
+from attnmon.stats.reference import largest_eigenvalue, row_stats, softmax_row
 from tests.helpers import row_logits, split
 
 SLACK = 1 + 1e-9  # float64 rounding
@@ -40,7 +40,7 @@ def rows():
 
 
 def weights(z):
-    return _softmax(z)[0]
+    return softmax_row(z)[0]
 
 
 def jacobian(p):
@@ -219,7 +219,7 @@ def test_jacobian_bounds_are_sharp_and_the_papers_fails():
 
 def test_sandwich_of_the_largest_eigenvalue():
     for z, _ in rows():
-        p, rest, _ = _softmax(z)
+        p, rest, _ = softmax_row(z)
         eigenvalue = largest_eigenvalue(p, rest)
         s2 = (p**2).sum()
         assert (p * rest).max() <= eigenvalue * SLACK
@@ -249,7 +249,7 @@ def test_power_sums_of_the_tail_suffice_for_peaked_rows_only():
     rng = np.random.default_rng(8)
     errors = {}
     for spread in (3.0, 0.03):
-        p, rest, _ = _softmax(rng.normal(size=65) * spread)
+        p, rest, _ = softmax_row(rng.normal(size=65) * spread)
         eigenvalue = largest_eigenvalue(p, rest)
         errors[spread] = abs(_eigenvalue_from_power_sums(p, 16, 8) / eigenvalue - 1)
     assert errors[3.0] < 1e-7

@@ -20,15 +20,23 @@ from tests.helpers import draw_call
 from tests.stats.oracle import as_call
 
 ROOT = Path(__file__).resolve().parents[2]
+INTERPRETED = "tests/stats/triton_interpreted.py"
 GROUPS = ("kinds", "random", "edges", "other")
+QUICK = ("test_packed_documents", "test_every_kind_of_mask[3]", "test_every_kind_of_padding[2]", "test_random_calls[1]")
 
 
-@pytest.mark.parametrize("group", GROUPS)
-def test_kernels_in_the_interpreter(group):
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        pytest.param([f"{INTERPRETED}::{name}" for name in QUICK], id="quick"),
+        *(pytest.param(["-m", f"group_{name}", INTERPRETED], id=name, marks=pytest.mark.slow) for name in GROUPS),
+    ],
+)
+def test_kernels_in_the_interpreter(chosen):
     done = subprocess.run(
         [
-            sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", f"group_{group}",
-            "-c", "tests/stats/triton_interpreted.ini", "--rootdir", ".", "tests/stats/triton_interpreted.py",
+            sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider",
+            "-c", "tests/stats/triton_interpreted.ini", "--rootdir", ".", *chosen,
         ],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},

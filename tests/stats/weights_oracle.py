@@ -70,7 +70,7 @@ def weight_row(
         gaps = np.linalg.norm(weighted - weighted[inside].sum(axis=0), axis=1)
         stats["distance"] = float(gaps[outside].sum())
         if n > top_n:
-            near = np.count_nonzero(reference._nearer(weighted, inside, outside, gaps))
+            near = np.count_nonzero(reference.nearer_keys(weighted, inside, outside, gaps))
             stats["separability"] = 1.0 if top_n == 1 else near / top_n
     return stats
 
@@ -103,5 +103,5 @@ def weight_stats(
                 )
         for name in METRICS:
             if METRICS[name].needs in ("", "value") and (x is not None or METRICS[name].needs == ""):
-                result.setdefault(name, []).append(reference._merge(name, rows))
+                result.setdefault(name, []).append(reference.merge_rows(name, rows))
     return {name: torch.tensor(found, dtype=torch.float32) for name, found in result.items()}

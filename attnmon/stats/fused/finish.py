@@ -12,8 +12,10 @@ import triton.language as tl
 from attnmon.stats.fused.fields import (
     EXPONENT_LIMIT,
     INFINITY,
+    JUST_ABOVE,
     LOWEST,
     P_FAR,
+    P_FIELDS,
     P_LEAST,
     P_LEAST_E,
     P_MOVE,
@@ -42,8 +44,15 @@ from attnmon.stats.fused.fields import (
     R_TAIL_SQUARE,
     R_TOP,
     R_UNCAPPED,
+    T_DIRECTION,
+    TINY,
 )
-from attnmon.stats.fused.math import TINY, expm1, log1p, secular_step, sink_lead
+from attnmon.stats.fused.math import (
+    expm1,
+    log1p,
+    secular_step,
+    sink_lead,
+)
 
 MORE_STEPS = tl.constexpr(3)  # from there, with the tail's true sums
 CANCELS = tl.constexpr(1e-2)  # of D^2 / |s|^2: below, distances know more digits than their excess
@@ -60,7 +69,7 @@ def _eigenvalue(
     value = tl.sum(tl.load(place + P_RATIO * num_total, mask=mask, other=0.0), 1)
     value_square = tl.sum(tl.load(place + P_RATIO_SQUARE * num_total, mask=mask, other=0.0), 1)
     root = second + mu
-    slope = (value + value_square) / (root * 1.00000012 + 1e-30)
+    slope = (value + value_square) / (root * JUST_ABOVE + 1e-30)
     # the tail as residue / (Lambda - pole), with this value and slope at the estimate
     distance = value / tl.maximum(slope, TINY)
     pole = tl.minimum(root - distance, second)
@@ -210,7 +219,7 @@ def _raise(accumulator, COLUMN: tl.constexpr, num_heads, head, value):
 
 @triton.jit(do_not_specialize=["first_sequence", "sequence_step", "num_rows", "num_groups", "num_here"])
 def finish(
-    partial, nearest, record, list_z, list_i, near_square, near_excess, s_vectors, rows, table, live, sinks, x,
+    partial_spread, nearest, record, list_z, list_i, near_square, near_excess, s_vectors, rows, table, live, sinks, x,
     accumulator, tau, epsilon,
     first_sequence, sequence_step, num_rows, num_groups, num_here, num_total, num_heads, row_stride, field_stride,
     x_stride_b, x_stride_h, x_stride_l, x_stride_d,
@@ -304,7 +313,7 @@ def finish(
             depth = tl.where(exists, top_z - largest[:, None], float("-inf"))
             e = tl.exp(depth)
             split = tl.arange(0, SPLITS)
-            place = partial + split[None, :] * (12 * num_total) + at[:, None]
+            place = partial_spread + split[None, :] * (P_FIELDS * num_total) + at[:, None]
             mask = seen[:, None] & (split >= 0)[None, :]
         if JACOBIAN:
             second_depth = tl.max(tl.where(slot == 1, depth, float("-inf")), 1)
@@ -314,7 +323,7 @@ def finish(
             jacobian_max = tl.maximum(jacobian_max, tl.where(valid, jacobian, float("-inf")).to(tl.float64))
         if FD > 0:
             key = tl.load(list_i + at[:, None] * KP + slot, mask=exists, other=0)
-            offset = tl.load(rows + s * row_stride + r + 4 * field_stride, mask=seen, other=0)
+            offset = tl.load(rows + s * row_stride + r + T_DIRECTION * field_stride, mask=seen, other=0)
             entries = tl.load(table + ((offset[:, None] + key) & (TABLE - 1)), mask=exists, other=0.0)
             tail_square = tl.load(own + R_TAIL_SQUARE * num_total, mask=seen, other=0.0)
             length = _moved(

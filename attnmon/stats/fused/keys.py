@@ -14,9 +14,11 @@ import triton.language as tl
 from attnmon.stats.fused.fields import (
     EXPONENT_LIMIT,
     INFINITY,
+    JUST_ABOVE,
     LOWEST,
     NOWHERE,
     P_FAR,
+    P_FIELDS,
     P_LEAST,
     P_LEAST_E,
     P_MOVE,
@@ -37,6 +39,7 @@ from attnmon.stats.fused.fields import (
     S_BAD,
     S_COUNT,
     S_FARTHEST,
+    S_FIELDS,
     S_FIRST,
     S_MAX,
     S_MEAN,
@@ -46,6 +49,8 @@ from attnmon.stats.fused.fields import (
     S_TAIL_DOT,
     S_TAIL_SQUARE,
     S_UNCAPPED,
+    T_DIRECTION,
+    T_FIRST,
 )
 from attnmon.stats.fused.math import expm1
 from attnmon.stats.fused.tiles import directions, keys_of_split, products, query_chunk, rows_of_tile, visible_logits
@@ -53,7 +58,7 @@ from attnmon.stats.fused.tiles import directions, keys_of_split, products, query
 
 @triton.jit(do_not_specialize=["first_sequence", "sequence_step", "num_tiles", "num_groups", "num_keys"])
 def select(
-    q, k, rows, padding, mask, table, partial, list_z, list_i,
+    q, k, rows, padding, mask, table, partial_select, part_z, part_i,
     scale, softcap, padding_least, mask_least,
     first_sequence, sequence_step, num_rows, num_tiles, num_groups, num_keys, num_total, row_stride, field_stride,
     q_stride_b, q_stride_h, q_stride_l, q_stride_d, k_stride_b, k_stride_h, k_stride_l, k_stride_d,
@@ -72,8 +77,8 @@ def select(
     b = first_sequence + s * sequence_step
     row, inside, at, position, low, high = rows_of_tile(rows, row_stride, field_stride, s, tile, num_rows, GROUP, BM)
     head = g * GROUP + row % GROUP
-    first_key = tl.load(at + 3 * field_stride, mask=inside, other=-1)
-    offset = tl.load(at + 4 * field_stride, mask=inside, other=0)
+    first_key = tl.load(at + T_FIRST * field_stride, mask=inside, other=-1)
+    offset = tl.load(at + T_DIRECTION * field_stride, mask=inside, other=0)
     start, stop = keys_of_split(low, high, split, SPLITS, BN)
     q_rows = q + b * q_stride_b + head * q_stride_h + position.to(tl.int64) * q_stride_l
     q_first = query_chunk(q_rows, q_stride_d, inside, 0, D, BD)
@@ -158,7 +163,7 @@ def select(
         largest = new
 
     at_row = sg * num_rows + row  # below 2**31: the scratch is bounded
-    out_row = partial + split * (12 * num_total) + at_row
+    out_row = partial_select + split * (S_FIELDS * num_total) + at_row
     tl.store(out_row + S_MAX * num_total, largest, mask=inside)
     tl.store(out_row + S_TAIL * num_total, tail, mask=inside)
     tl.store(out_row + S_TAIL_SQUARE * num_total, tail_square, mask=inside)
@@ -172,8 +177,8 @@ def select(
     tl.store(out_row + S_UNCAPPED * num_total, uncapped, mask=inside)
     tl.store(out_row + S_BAD * num_total, bad.to(tl.float32), mask=inside)
     place_of = (at_row * SPLITS + split)[:, None] * KP + slot
-    tl.store(list_z + place_of, kept_z, mask=inside[:, None])
-    tl.store(list_i + place_of, kept_i, mask=inside[:, None])
+    tl.store(part_z + place_of, kept_z, mask=inside[:, None])
+    tl.store(part_i + place_of, kept_i, mask=inside[:, None])
 
 
 @triton.jit
@@ -235,7 +240,7 @@ def _pull(
 
 @triton.jit(do_not_specialize=["first_sequence", "sequence_step", "num_tiles", "num_groups", "num_keys"])
 def spread(
-    q, k, x, rows, padding, mask, table, record, list_z, list_i, s_vectors, partial, nearest,
+    q, k, x, rows, padding, mask, table, record, list_z, list_i, s_vectors, partial_spread, nearest,
     scale, softcap, padding_least, mask_least,
     first_sequence, sequence_step, num_rows, num_tiles, num_groups, num_keys, num_total, row_stride, field_stride,
     q_stride_b, q_stride_h, q_stride_l, q_stride_d, k_stride_b, k_stride_h, k_stride_l, k_stride_d,
@@ -259,7 +264,7 @@ def spread(
     b = first_sequence + s * sequence_step
     row, inside, at, position, low, high = rows_of_tile(rows, row_stride, field_stride, s, tile, num_rows, GROUP, BM)
     head = g * GROUP + row % GROUP
-    offset = tl.load(at + 4 * field_stride, mask=inside, other=0)
+    offset = tl.load(at + T_DIRECTION * field_stride, mask=inside, other=0)
     start, stop = keys_of_split(low, high, split, SPLITS, BN)
     q_rows = q + b * q_stride_b + head * q_stride_h + position.to(tl.int64) * q_stride_l
     q_first = query_chunk(q_rows, q_stride_d, inside, 0, D, BD)
@@ -275,7 +280,7 @@ def spread(
         root = tl.load(own + R_MU * num_total, mask=inside, other=1.0) + tl.load(
             own + R_SECOND * num_total, mask=inside, other=1.0
         )
-        above = root * 1.00000012 + 1e-30  # just above every other weight, should the root sit on one
+        above = root * JUST_ABOVE + 1e-30  # just above every other weight, should the root sit on one
         ratio_sum = tl.zeros([BM], tl.float32)
         ratio_square = tl.zeros([BM], tl.float32)
     if FD > 0:
@@ -357,7 +362,7 @@ def spread(
             least_e = tl.where(nearer, found, least_e)
             least_i = tl.where(nearer, block + place, least_i)
 
-    out_row = partial + split * (12 * num_total) + at_row
+    out_row = partial_spread + split * (P_FIELDS * num_total) + at_row
     if JACOBIAN:
         tl.store(out_row + P_RATIO * num_total, ratio_sum, mask=inside)
         tl.store(out_row + P_RATIO_SQUARE * num_total, ratio_square, mask=inside)

@@ -12,7 +12,7 @@ torch's caching allocator. Nothing waits for the device, so a call can be captur
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -122,7 +122,7 @@ def reduce_rows(
     arguments = (accumulator, query, key, tokens, rows, live, attn_mask, key_padding_mask, sinks, table, scale)
     options = (softcap, tau, fd_epsilon, first_sequence, sequence_step, top_n, unit_tokens, metrics)
     for launch in launches(*arguments, *options):
-        launch.kernel[(launch.programs,)](*launch.arguments, **launch.constants, **launch.options)
+        launch.kernel[(launch.programs,)](**launch.arguments, **launch.constants, **launch.options)
 
 
 @reduce_rows.register_fake
@@ -137,14 +137,14 @@ class Launch:
     Attributes:
         kernel: one of the four.
         programs: how many run.
-        arguments: tensors and numbers, in the kernel's order.
+        arguments: tensors and numbers, by the kernel's names for them; what each is, ``_Call.launches`` says.
         constants: what the kernel is specialised to, by name.
         options: warps and stages of the compiler.
     """
 
     kernel: Any
     programs: int
-    arguments: tuple[Any, ...]
+    arguments: dict[str, Any]
     constants: dict[str, Any]
     options: dict[str, int]
 
@@ -171,16 +171,16 @@ def launches(
     metrics: str,
 ) -> Iterator[Launch]:
     """The launches that ``reduce_rows`` makes with these arguments, in order."""
-    reducer = _Reducer(query, key, tokens, sinks, softcap, tau, fd_epsilon, top_n, unit_tokens, metrics.split(","))
+    prepared = _Call(query, key, tokens, sinks, softcap, tau, fd_epsilon, top_n, unit_tokens, metrics.split(","))
     num_s, num_r = rows.shape[1:]
     heads = query.shape[1]
-    most = max(1, host.SCRATCH_BYTES // reducer.bytes_per_row(num_s * num_r))
+    most = max(1, host.SCRATCH_BYTES // prepared.bytes_per_row(num_s * num_r))
     step_s = max(1, min(num_s, most // heads))
     step_r = max(1, min(num_r, most // (heads * step_s)))
     for s in range(0, num_s, step_s):
         for r in range(0, num_r, step_r):
             part = rows[:, s : s + step_s, r : r + step_r]
-            yield from reducer.launches(
+            yield from prepared.launches(
                 accumulator,
                 part,
                 None if live is None else live[s : s + step_s, r : r + step_r],
@@ -205,7 +205,7 @@ def splits_of(programs: int, num_keys: int, device: torch.device) -> int:
     return host.choose_splits(programs, num_keys, _processors(device))
 
 
-class _Reducer:
+class _Call:
     """What all launches of a call have in common."""
 
     def __init__(
@@ -286,10 +286,43 @@ class _Reducer:
         mask_strides = (0, 0, 0, 0)
         if mask is not None:
             mask_strides = tuple(0 if size == 1 else step for size, step in zip(mask.shape, mask.stride(), strict=True))  # type: ignore[assignment]
-        masks = (padding if padding is not None else rows, mask if mask is not None else rows)
-        numbers = (scale, self.softcap, padding_least, mask_least)
-        counts = (first_sequence, sequence_step, num_rows, num_tiles, num_groups, num_keys, total)
-        row_strides = (rows.stride(1), rows.stride(0))
+        # everything that a kernel may ask for, by the name of its parameter; each gets what it has a parameter for
+        given = {
+            "q": query,  # [B, H, Lq, D]
+            "k": key,  # [B, Hkv, Lk, D]
+            "x": tokens,  # [B, Hkv or 1, Lk, E]
+            "rows": rows,  # int32 [fields, S, R], see ``host.row_table``
+            "live": rows if live is None else live.view(torch.uint8),  # [S, R]
+            "padding": rows if padding is None else padding,  # [B, Lk]
+            "mask": rows if mask is None else mask,  # [B or 1, H or 1, Lq or 1, Lk]
+            "sinks": rows if sinks is None else sinks,  # [H]
+            "table": table,  # directions' entries
+            "accumulator": accumulator,  # float64 [columns, H]
+            **scratch.pieces,
+            "scale": scale,
+            "softcap": self.softcap,
+            "padding_least": padding_least,  # at or below it a float padding mask hides a key
+            "mask_least": mask_least,
+            "tau": self.tau,
+            "epsilon": self.fd_epsilon,
+            "step": self.fd_epsilon / self.tau,  # length of the finite difference, in logits
+            "first_sequence": first_sequence,  # row s is of sequence first_sequence + s * sequence_step
+            "sequence_step": sequence_step,
+            "num_rows": num_rows,  # of a sequence and key head: positions x heads of the group
+            "num_tiles": num_tiles,  # of BM rows each
+            "num_groups": num_groups,  # key heads
+            "num_keys": num_keys,
+            "num_here": num_s * num_r,  # rows of a head
+            "num_total": total,  # rows of all heads
+            "num_heads": query.shape[1],
+            "row_stride": rows.stride(1),
+            "field_stride": rows.stride(0),
+            **_strides("q", "bhld", query.stride()),
+            **_strides("k", "bhld", key.stride()),
+            **_strides("x", "bhld", x_strides),
+            **_strides("padding", "bl", padding_strides),
+            **_strides("mask", "bhqk", mask_strides),
+        }
         flags = {
             "GROUP": self.group, "D": head_dim, "WIDEN": self.widen, "K": self.kept, "KP": self.slots,
             "SPLITS": splits, "PADDING": padding_kind, "MASK": mask_kind, "CAP": self.softcap > 0, "FD": self.fd,
@@ -300,7 +333,6 @@ class _Reducer:
             "SINK": sinks is not None, "FD": self.fd, "TABLE": TABLE_SIZE, "JACOBIAN": self.jacobian,
             "TOKENS": self.with_tokens, "E": self.width, "BE": cut.BG,
         }  # fmt: skip
-        some_sinks = rows if sinks is None else sinks
         loop = {"num_warps": cut.warps, "num_stages": cut.stages}
         if biased:
             # both passes must round a logit alike: product and bias are not to be fused in one of them alone
@@ -313,56 +345,28 @@ class _Reducer:
             if wide or biased or ragged or self.softcap > 0 or self.slots > 32 or self.with_tokens == 2:
                 loop["maxnreg"] = _ALL_REGISTERS
 
-        yield Launch(
-            select,
-            programs,
-            (
-                query, key, rows, *masks, table, scratch.selected, scratch.part_z, scratch.part_i, *numbers, *counts,
-                *row_strides, *query.stride(), *key.stride(), *padding_strides, *mask_strides,
-            ),
-            flags,
-            loop,
-        )  # fmt: skip
-        yield Launch(
-            merge,
-            -(-total // cut.BR),
-            (
-                scratch.selected, scratch.part_z, scratch.part_i, rows, table, some_sinks, tokens, scratch.record,
-                scratch.list_z, scratch.list_i, scratch.near_square, scratch.near_excess, scratch.s_vectors,
-                self.fd_epsilon / self.tau, first_sequence, sequence_step, num_rows, num_groups, total, *row_strides,
-                *x_strides,
-            ),
-            {**row_flags, "BR": cut.BR},
-            by_row,
-        )  # fmt: skip
+        yield Launch(select, programs, _asked_by(select, given), flags, loop)
+        yield Launch(merge, -(-total // cut.BR), _asked_by(merge, given), {**row_flags, "BR": cut.BR}, by_row)
         if self.jacobian or self.fd or self.with_tokens:
             terms = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}[tokens.dtype]
-            yield Launch(
-                spread,
-                programs,
-                (
-                    query, key, tokens, rows, *masks, table, scratch.record, scratch.list_z, scratch.list_i,
-                    scratch.s_vectors, scratch.spread, scratch.nearest, *numbers, *counts, *row_strides,
-                    *query.stride(), *key.stride(), *x_strides, *padding_strides, *mask_strides,
-                ),
-                {
-                    **flags, "JACOBIAN": self.jacobian, "TOKENS": self.with_tokens, "E": self.width, "TERMS": terms,
-                    "BE": cut.BE,
-                },
-                loop,
-            )  # fmt: skip
-        yield Launch(
-            finish,
-            query.shape[1],
-            (
-                scratch.spread, scratch.nearest, scratch.record, scratch.list_z, scratch.list_i, scratch.near_square,
-                scratch.near_excess, scratch.s_vectors, rows, table, rows if live is None else live.view(torch.uint8),
-                some_sinks, tokens, accumulator, self.tau, self.fd_epsilon, first_sequence, sequence_step, num_rows,
-                num_groups, num_s * num_r, total, query.shape[1], *row_strides, *x_strides,
-            ),
-            {**row_flags, "LIVE": live is not None, "BR": cut.BF, **self.columns},
-            by_row,
-        )  # fmt: skip
+            more = {
+                "JACOBIAN": self.jacobian,
+                "TOKENS": self.with_tokens,
+                "E": self.width,
+                "TERMS": terms,
+                "BE": cut.BE,
+            }
+            yield Launch(spread, programs, _asked_by(spread, given), {**flags, **more}, loop)
+        last = {**row_flags, "LIVE": live is not None, "BR": cut.BF, **self.columns}
+        yield Launch(finish, query.shape[1], _asked_by(finish, given), last, by_row)
+
+
+def _asked_by(kernel: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: given[name] for name in kernel.arg_names if name in given}
+
+
+def _strides(name: str, axes: str, strides: Sequence[int]) -> dict[str, int]:
+    return {f"{name}_stride_{axis}": stride for axis, stride in zip(axes, strides, strict=True)}
 
 
 _ALL_REGISTERS = 255  # of a thread of an NVIDIA device
@@ -385,7 +389,8 @@ def _mask(mask: Tensor | None) -> tuple[Tensor | None, int, float]:
 
 
 def _floats_per_row(splits: int, slots: int, width: int) -> int:
-    return splits * (S_FIELDS + P_FIELDS + 1 + 2 * slots) + R_FIELDS + 4 * slots + width
+    fields = int(S_FIELDS.value), int(P_FIELDS.value), int(R_FIELDS.value)
+    return splits * (fields[0] + fields[1] + 1 + 2 * slots) + fields[2] + 4 * slots + width
 
 
 class _Scratch:
@@ -394,10 +399,14 @@ class _Scratch:
     def __init__(self, total: int, splits: int, slots: int, width: int, device: torch.device) -> None:
         buffer = torch.empty(total * _floats_per_row(splits, slots, width), dtype=torch.float32, device=device)
         sizes = (
-            splits * S_FIELDS, splits * slots, splits * slots, R_FIELDS, slots, slots, slots, slots, width,
-            splits * P_FIELDS, splits,
+            splits * S_FIELDS.value, splits * slots, splits * slots, R_FIELDS.value, slots, slots, slots, slots, width,
+            splits * P_FIELDS.value, splits,
         )  # fmt: skip
-        pieces = buffer.split([total * size for size in sizes])
-        self.selected, self.part_z, part_i, self.record, self.list_z, list_i = pieces[:6]
-        self.near_square, self.near_excess, self.s_vectors, self.spread, nearest = pieces[6:]
-        self.part_i, self.list_i, self.nearest = (piece.view(torch.int32) for piece in (part_i, list_i, nearest))
+        names = (
+            "partial_select", "part_z", "part_i", "record", "list_z", "list_i", "near_square", "near_excess",
+            "s_vectors", "partial_spread", "nearest",
+        )  # fmt: skip
+        pieces = dict(zip(names, buffer.split([total * size for size in sizes]), strict=True))
+        for name in ("part_i", "list_i", "nearest"):  # indices of keys
+            pieces[name] = pieces[name].view(torch.int32)
+        self.pieces = pieces

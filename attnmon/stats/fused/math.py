@@ -8,10 +8,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnmon.stats.fused.fields import MAX_SINK_LEAD
+from attnmon.stats.fused.fields import (
+    MAX_SINK_LEAD,
+    TINY,
+)
 
 LEAST_GAP = tl.constexpr(1e-12)
-TINY = tl.constexpr(1e-37)
 MAX_SINK = tl.constexpr(1e17)  # of e_s; Lambda is 1 in float32 long before, and squares must not overflow
 
 

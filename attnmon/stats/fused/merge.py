@@ -10,6 +10,7 @@ import triton.language as tl
 
 from attnmon.stats.fused.fields import (
     INFINITY,
+    LEAST_NORMAL,
     LOWEST,
     NOWHERE,
     R_BAD,
@@ -33,6 +34,7 @@ from attnmon.stats.fused.fields import (
     S_BAD,
     S_COUNT,
     S_FARTHEST,
+    S_FIELDS,
     S_FIRST,
     S_MAX,
     S_MEAN,
@@ -42,15 +44,21 @@ from attnmon.stats.fused.fields import (
     S_TAIL_DOT,
     S_TAIL_SQUARE,
     S_UNCAPPED,
+    T_DIRECTION,
+    TINY,
 )
-from attnmon.stats.fused.math import TINY, expm1, secular_step, sink_lead
+from attnmon.stats.fused.math import (
+    expm1,
+    secular_step,
+    sink_lead,
+)
 
 FIRST_STEPS = tl.constexpr(4)  # towards the eigenvalue from the middle of its interval, the tail as one pole
 
 
 @triton.jit(do_not_specialize=["first_sequence", "sequence_step", "num_groups"])
 def merge(
-    partial, part_z, part_i, rows, table, sinks, x, record, list_z, list_i, near_square, near_excess, s_vectors,
+    partial_select, part_z, part_i, rows, table, sinks, x, record, list_z, list_i, near_square, near_excess, s_vectors,
     step, first_sequence, sequence_step, num_rows, num_groups, num_total, row_stride, field_stride,
     x_stride_b, x_stride_h, x_stride_l, x_stride_d,
     GROUP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
@@ -71,7 +79,7 @@ def merge(
     head = g * GROUP + row % GROUP
 
     split = tl.arange(0, SPLITS)
-    place = partial + split[None, :] * (12 * num_total) + at[:, None]
+    place = partial_select + split[None, :] * (S_FIELDS * num_total) + at[:, None]
     mask = seen[:, None] & (split >= 0)[None, :]
     part_max = tl.load(place + S_MAX * num_total, mask=mask, other=LOWEST)
     largest = tl.max(part_max, 1)
@@ -150,9 +158,9 @@ def merge(
         tl.store(own + R_SECOND * num_total, second, mask=seen)
     if FD > 0:
         norm = tl.sum(tl.load(place + S_NORM * num_total, mask=mask, other=0.0), 1)
-        stretch = step / tl.sqrt(tl.maximum(norm, 1.1754944e-38))
+        stretch = step / tl.sqrt(tl.maximum(norm, LEAST_NORMAL))
         largest_i = tl.min(tl.where(slot == 0, top_i, NOWHERE), 1)
-        offset = tl.load(rows + s * row_stride + row // GROUP + 4 * field_stride, mask=seen, other=0)
+        offset = tl.load(rows + s * row_stride + row // GROUP + T_DIRECTION * field_stride, mask=seen, other=0)
         some = seen & (largest_i < NOWHERE)
         origin = tl.load(table + ((offset + largest_i) & (TABLE - 1)), mask=some, other=0.0)
         tl.store(own + R_STEP * num_total, stretch, mask=seen)

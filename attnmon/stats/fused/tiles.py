@@ -5,7 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnmon.stats.fused.fields import NOWHERE
+from attnmon.stats.fused.fields import (
+    NOWHERE,
+    T_HIGH,
+    T_LOW,
+    T_POSITION,
+)
 from attnmon.stats.fused.math import tanh
 
 
@@ -15,9 +20,9 @@ def rows_of_tile(rows, row_stride, field_stride, s, tile, num_rows, GROUP: tl.co
     row = tile * BM + tl.arange(0, BM)
     inside = row < num_rows
     at = rows + s * row_stride + row // GROUP
-    position = tl.load(at, mask=inside, other=0)
-    low = tl.load(at + field_stride, mask=inside, other=0)
-    high = tl.load(at + 2 * field_stride, mask=inside, other=0)
+    position = tl.load(at + T_POSITION * field_stride, mask=inside, other=0)
+    low = tl.load(at + T_LOW * field_stride, mask=inside, other=0)
+    high = tl.load(at + T_HIGH * field_stride, mask=inside, other=0)
     return row, inside, at, position, low, high
 
 
