@@ -98,14 +98,26 @@ def check(model, alphas, route, **options):
         assert snapshot.rows[path].tolist() == [2 * LENGTH] * HEADS
 
 
-@pytest.mark.parametrize("hide", [float("-inf"), torch.finfo(torch.float32).min], ids=["inf", "min"])
-@pytest.mark.parametrize("way", WAYS)
+HIDDEN = {"inf": float("-inf"), "min": torch.finfo(torch.float32).min}
+QUICK = {("sparsemax", "min"), ("entmax15", "inf"), ("entmax_bisect", "inf")}
+
+
+@pytest.mark.parametrize(
+    ("way", "hide"),
+    [
+        pytest.param(way, HIDDEN[name], id=f"{way}-{name}", marks=() if (way, name) in QUICK else pytest.mark.slow)
+        for way in WAYS
+        for name in HIDDEN
+    ],
+)
 def test_functions(way, hide):
     function, alpha = WAYS[way]
     check(Model(lambda: SparseAttention(function, hide)), [alpha] * HEADS, way.split()[0])
 
 
-@pytest.mark.parametrize("route", MODULES)
+@pytest.mark.parametrize(
+    "route", [pytest.param(name, marks=() if name == "entmax15" else pytest.mark.slow) for name in MODULES]
+)
 def test_modules(route):
     make, alpha = MODULES[route]
     check(Model(lambda: SparseAttention(make())), [alpha] * HEADS, route)
@@ -179,6 +191,7 @@ def test_what_is_refused():
     }
 
 
+@pytest.mark.slow
 def test_compiling_around_the_functions():
     """The compiler itself breaks its graph at them; the monitor does not see these calls, and says so."""
     torch._dynamo.reset()

@@ -202,7 +202,7 @@ def test_a_tensor_with_rules_of_its_own_still_counts(subclass):
         assert torch.equal(result, expected)
 
 
-@pytest.mark.parametrize("grads", [False, True])
+@pytest.mark.parametrize("grads", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_frozen_encoder_in_a_compiled_model(grads, recwarn):
     """With gradients it makes calls that can be seen: they are not taken for calls of the modules around it."""
     torch._dynamo.reset()

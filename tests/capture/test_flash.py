@@ -304,7 +304,9 @@ def test_what_was_imported_during_a_step_is_put_right(package, monkeypatch):
 
 
 @pytest.mark.parametrize("first_out", [0, 1])
-@pytest.mark.parametrize("how", ["global", "static", "held", "partial", "table"])
+@pytest.mark.parametrize(
+    "how", ["global", "table", *(pytest.param(how, marks=pytest.mark.slow) for how in ("static", "held", "partial"))]
+)
 def test_two_monitors_unwind_in_any_order(package, how, first_out):
     model = package[1].Model(how)
     before = everything_held(package[1])

@@ -9,7 +9,7 @@ from itertools import combinations
 import numpy as np
 import torch
 
-from attnmon.stats.reference import _softmax
+from attnmon.stats.reference import softmax_row
 from tests.helpers import row_logits, split
 
 SLACK = 1 + 1e-9  # float64 rounding
@@ -28,7 +28,7 @@ class Row:
     @property
     def p(self):
         """Weights of the visible keys."""
-        return _softmax(self.z[self.visible])[0]
+        return softmax_row(self.z[self.visible])[0]
 
     @property
     def seen(self):
