@@ -54,7 +54,7 @@ OPTIONAL = {
     "jinja2": {"attnmon.paper.page"},
     "rich": {"attnmon.paper.progress"},
     "pyarrow": {"attnmon.paper.store"},
-    "entmax": {"attnmon.theory.normalizers"},
+    "entmax": {"attnmon.theory.sparse_normalizers"},
 }
 CORE = {"torch", "numpy", "attnmon"}
 

@@ -41,6 +41,7 @@ def test_help_imports_nothing_heavy():
     code = (
         "import sys, types\n"
         f"package = types.ModuleType('attnmon'); package.__path__ = [{str(ROOT / 'attnmon')!r}]\n"
+        "package.__version__ = '0'\n"
         "sys.modules['attnmon'] = package\n"  # the package itself may import torch; the command line must not
         "from attnmon.commands.cli import main\n"
         "try: main(['demo', '--help'])\n"
