@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 from attnmon.call import make_call
 from attnmon.stats.directions import direction_table
 from attnmon.stats.fused import host
-from attnmon.stats.fused.launch import Launch, launches
+from attnmon.stats.fused.launch import CallLaunches, Launch
 from attnmon.stats.packing import Packing
 from attnmon.stats.plan import make_plan
 from attnmon.stats.settings import Settings
@@ -102,18 +102,34 @@ def _launches_of(case: Case) -> list[Launch]:
     settings = Settings.create(**dict(case.settings))
     plan, packing = make_plan(call, settings), Packing(settings.metrics)
     accumulator = torch.zeros(packing.num_columns, case.heads, dtype=torch.float64)
-    rows = host.row_table(call, plan)
-    return list(
-        launches(
-            accumulator, call.query, call.key, host.tokens_of(call, settings), rows, plan.live, call.attn_mask,
-            call.key_padding_mask, call.sinks, direction_table(), call.scale, call.softcap or 0.0, call.tau,
-            settings.fd_epsilon, 0, 1, settings.top_n, settings.tokens != "value_raw", ",".join(packing.metrics),
-        )
-    )  # fmt: skip
+    assert call.query is not None
+    assert call.key is not None
+    planned = CallLaunches(
+        accumulator=accumulator,
+        query=call.query,
+        key=call.key,
+        tokens=host.tokens_of(call, settings),
+        rows=host.row_table(call, plan),
+        live=plan.live,
+        attn_mask=call.attn_mask,
+        key_padding_mask=call.key_padding_mask,
+        sinks=call.sinks,
+        table=direction_table(),
+        scale=call.scale,
+        softcap=call.softcap or 0.0,
+        tau=call.tau,
+        fd_epsilon=settings.fd_epsilon,
+        first_sequence=0,
+        sequence_step=1,
+        top_n=settings.top_n,
+        unit_tokens=settings.tokens != "value_raw",
+        metrics=",".join(packing.metrics),
+    )
+    return list(planned.launches())
 
 
 def source_of(launch: Launch) -> ASTSource:
-    """The launch's kernel with the signature it would be specialised to."""
+    """The launch's kernel with the signature it would be specialized to."""
     kernel = launch.kernel
     signature: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}

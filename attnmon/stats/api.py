@@ -17,7 +17,7 @@ from attnmon.metrics import METRICS
 from attnmon.stats.fused import host
 from attnmon.stats.packing import Packing
 from attnmon.stats.plan import Plan, make_plan
-from attnmon.stats.settings import BACKENDS, FD_EPSILON, TOKENS, TOP_N, Settings
+from attnmon.stats.settings import BACKENDS, DEFAULTS, Settings
 from attnmon.types import AttentionCall
 
 
@@ -36,9 +36,9 @@ def attention_stats(
     cu_seqlens: Tensor | None = None,
     rows: int | None = None,
     sequences: int | None = None,
-    top_n: int = TOP_N,
-    tokens: str = TOKENS[0],
-    fd_epsilon: float = FD_EPSILON,
+    top_n: int = DEFAULTS.top_n,
+    tokens: str = DEFAULTS.tokens,
+    fd_epsilon: float = DEFAULTS.fd_epsilon,
     metrics: Iterable[str] | str | None = None,
     backend: str = "auto",
     hidden: Tensor | None = None,
@@ -103,7 +103,7 @@ def attention_stats(
         hidden=hidden,
     )
     settings = _allowed(settings, call, explicit=metrics is not None)
-    # without a softcap or a sink these two are known from others
+    # without a softcap max_logit_uncapped is max_logit; without sinks (below) sink_mass is 0
     substitutes = {}
     if metrics is not None and softcap is None and "max_logit_uncapped" in settings.metrics:
         substitutes["max_logit_uncapped"] = "max_logit"
@@ -129,9 +129,19 @@ def measure(
     *,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Packed statistics [columns, H] of ``call`` by an implementation that takes it (see ``choose_backend``).
+    """Packed statistics of ``call``, by an implementation that takes it (see ``choose_backend``).
 
-    While training the arithmetic is float32; ``attention_stats`` has the time for float64, which "torch" alone does.
+    Args:
+        call: tensors on one device; nothing of it is kept.
+        settings: what to measure.
+        plan: which rows.
+        packing: layout of the result.
+        backend: "torch" or "triton".
+        dtype: of the arithmetic of "torch": float32 while training, float64 in ``attention_stats``, which has the
+            time for it. "triton" always computes in float32.
+
+    Returns:
+        [columns, H], float64 (float32 where the device has no float64); merge with ``Packing.merge``.
     """
     implementation = {"torch": "streaming.measure", "triton": "fused.launch"}[backend]
     module = import_module(f"attnmon.stats.{implementation}")
@@ -163,6 +173,11 @@ def resolve_backend(backend: str, device: torch.device | None = None) -> str:
 def choose_backend(backend: str, call: AttentionCall, settings: Settings) -> str:
     """The implementation that measures this call, "torch" or "triton"; no work on the device.
 
+    Args:
+        backend: "auto", "torch" or "triton".
+        call: the call; its kinds and sizes decide, never its values.
+        settings: what to measure.
+
     Raises:
         AttnmonError: unknown name, or an implementation that cannot run here.
         UnsupportedAttention: an explicit "triton" and a call that the kernels do not take.
@@ -188,5 +203,4 @@ def _allowed(settings: Settings, call: AttentionCall, *, explicit: bool) -> Sett
     if explicit:
         return settings
     has = {"": True, "value": has_tokens, "sinks": call.sinks is not None, "softcap": call.softcap is not None}
-    metrics = tuple(name for name in settings.metrics if has[METRICS[name].needs])
-    return Settings(metrics, settings.rows, settings.sequences, settings.top_n, settings.tokens, settings.fd_epsilon)
+    return replace(settings, metrics=tuple(name for name in settings.metrics if has[METRICS[name].needs]))

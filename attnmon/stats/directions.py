@@ -3,7 +3,7 @@
 The metric ``jacobian_fd`` (paper, Algorithm 5) moves a row's logits along one random unit vector. Every
 implementation must move the same row along the same vector, and two micro-batches or two ranks must merge
 into what one large batch would have given. So a direction is a function of *positions* alone, read from one
-fixed table of standard normals and no random state is touched:
+fixed table of standard normals, and no random state is touched:
 
     v_j = table[(direction_start(i) + j) % TABLE_SIZE]      over the row's visible keys j,
     divided by its Euclidean norm over those visible keys
@@ -55,10 +55,15 @@ def direction_start(query_position: int | Tensor) -> int | Tensor:
 
 
 def direction_table(device: torch.device | str = "cpu") -> Tensor:
-    """The table of standard normals on ``device``: float32 [TABLE_SIZE], built once and cached per device.
+    """The table of standard normals, built once and cached per device; do not write into it.
 
     Entry c is made of counter c alone (splitmix64 hashes, then Box-Muller, in float64, rounded to float32).
-    Do not write into it.
+
+    Args:
+        device: where the table is to be.
+
+    Returns:
+        float32 [TABLE_SIZE].
     """
     device = torch.device(device)
     if str(device) == "cuda":  # no index: the same table as that of the current device
@@ -67,7 +72,15 @@ def direction_table(device: torch.device | str = "cpu") -> Tensor:
 
 
 def direction_windows(start: Tensor, length: int) -> Tensor:
-    """``length`` entries of the table from ``start`` (int64, any shape, taken modulo TABLE_SIZE) on: [..., length]."""
+    """Successive entries of the table, from each of several starts.
+
+    Args:
+        start: int64 [...], taken modulo TABLE_SIZE.
+        length: how many entries; beyond the table's last comes its first.
+
+    Returns:
+        float32 [..., length].
+    """
     table = _repeated_table(start.device, 1 + -(-length // TABLE_SIZE))
     # rows of an overlapping view, so that nothing but the result is written
     windows = table.as_strided((TABLE_SIZE, length), (1, 1))
@@ -98,7 +111,7 @@ def _normals() -> NDArray[np.float32]:
 
 
 def _splitmix64(counter: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Steele, Lea and Flood's finaliser (OOPSLA 2014); arithmetic modulo 2**64."""
+    """Steele, Lea and Flood's finalizer (OOPSLA 2014); arithmetic modulo 2**64."""
     state: NDArray[np.uint64] = (counter + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

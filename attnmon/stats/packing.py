@@ -36,6 +36,7 @@ class Packing:
 
     @cached_property
     def maxima(self) -> tuple[str, ...]:
+        """Metrics stored as a maximum."""
         return tuple(name for name in self.metrics if METRICS[name].merge == "max")
 
     @cached_property
@@ -51,18 +52,34 @@ class Packing:
 
     @property
     def num_columns(self) -> int:
+        """Columns in all: those that merge by addition, then the maxima."""
         return self.num_sums + len(self.maxima)
 
     @property
     def first_mean(self) -> int:
+        """Column of the first mean metric's sum."""
         return 1 + len(EXCLUSION_REASONS)
 
     def merge(self, matrices: NDArray[np.float64]) -> NDArray[np.float64]:
-        """[pieces, columns, heads] -> [columns, heads]."""
+        """Merge the packed matrices of several calls, modules or ranks.
+
+        Args:
+            matrices: [pieces, columns, heads].
+
+        Returns:
+            [columns, heads].
+        """
         return np.concatenate([matrices[:, : self.num_sums].sum(0), matrices[:, self.num_sums :].max(0)])
 
     def values(self, matrix: NDArray[np.float64]) -> dict[str, FloatArray]:
-        """Each requested metric per head, float32 [heads]; NaN where no row was valid."""
+        """Each requested metric per head.
+
+        Args:
+            matrix: [columns, heads].
+
+        Returns:
+            metric -> float32 [heads]; NaN where no row was valid.
+        """
         result: dict[str, FloatArray] = {}
         with np.errstate(divide="ignore", invalid="ignore"):
             for name in self.metrics:
@@ -79,10 +96,10 @@ class Packing:
         return result
 
     def rows(self, matrix: NDArray[np.float64]) -> CountArray:
-        """Valid rows per head."""
+        """Valid rows per head, int64 [heads], of a matrix [columns, heads]."""
         counts: CountArray = matrix[0].astype(np.int64)
         return counts
 
     def excluded(self, matrix: NDArray[np.float64]) -> Mapping[str, CountArray]:
-        """Excluded rows per reason and head."""
+        """Reason -> rows excluded for it per head, int64 [heads], of a matrix [columns, heads]."""
         return {reason: matrix[1 + index].astype(np.int64) for index, reason in enumerate(EXCLUSION_REASONS)}

@@ -37,7 +37,7 @@ class Plan:
         padding, masked: [S] int64 (or [1]), rows of the sampled sequences that are excluded, over all
             positions; None means none.
         gathered: ``call.logits`` already holds the sampled rows alone, [S, H, R, Lk].
-        shared: what reducers compute once per plan (visibility, directions), keyed by them.
+        shared: what implementations compute once per plan (visibility, directions), by keys of their own.
     """
 
     sequences: slice
@@ -51,7 +51,13 @@ class Plan:
 
 
 def choose_sequences(batch: int, settings: Settings, draw: int) -> slice:
-    """Which of ``batch`` sequences the ``draw``-th measurement samples: evenly spaced ones."""
+    """Which sequences of a batch a measurement samples: evenly spaced ones.
+
+    Args:
+        batch: B.
+        settings: how many are wanted.
+        draw: number of the measurement, from 0; it moves the choice.
+    """
     wanted = batch if settings.sequences is None else min(settings.sequences, batch)
     stride = batch // wanted
     slack = batch - stride * (wanted - 1)  # valid starts: 0 .. slack - 1
@@ -60,7 +66,13 @@ def choose_sequences(batch: int, settings: Settings, draw: int) -> slice:
 
 
 def make_plan(call: AttentionCall, settings: Settings, draw: int = 0) -> Plan:
-    """Choose rows of ``call`` for the ``draw``-th measurement (0, 1, 2, ...)."""
+    """Choose the rows of a call that a measurement samples.
+
+    Args:
+        call: the call; of its tensors, masks and given logits are read, queries and keys are not.
+        settings: how many rows and sequences, and how many keys a row must see.
+        draw: number of the measurement, from 0; it moves the choice.
+    """
     source = call.query if call.query is not None else call.logits
     assert source is not None
     batch, length, device = source.shape[0], source.shape[2], source.device
@@ -72,7 +84,7 @@ def make_plan(call: AttentionCall, settings: Settings, draw: int = 0) -> Plan:
     padding_query = None
     if column_seen is not None and length == num_keys and not call.is_cross and call.positions is None:
         padding_query = ~column_seen
-    # a mask that differs by head says nothing of the others here; the reducer looks at each
+    # only head 0 is looked at here; where a mask differs by head, the implementation looks at each head
     one_mask = (call.attn_mask is None or call.attn_mask.shape[1] == 1) and not call.mask_mod_by_head
     usable = keys_seen >= (settings.min_keys if one_mask else 0)
     if padding_query is not None:
@@ -104,7 +116,17 @@ def make_plan(call: AttentionCall, settings: Settings, draw: int = 0) -> Plan:
 
 
 def excluded_rows(plan: Plan, packing: Packing, num_heads: int, dtype: torch.dtype) -> Tensor:
-    """Packed statistics [columns, H] of no row but those that the plan leaves out."""
+    """A packed matrix that counts the rows that a plan leaves out and holds no measured row.
+
+    Args:
+        plan: the plan.
+        packing: layout of the result.
+        num_heads: H; each head leaves out the same rows.
+        dtype: of the result.
+
+    Returns:
+        [columns, H].
+    """
     result = torch.zeros(packing.num_columns, num_heads, dtype=dtype, device=plan.positions.device)
     result[packing.num_sums :] = -math.inf
     for reason, excluded in (("padding", plan.padding), ("masked", plan.masked)):
@@ -176,7 +198,13 @@ def _dense_row_counts(
 
 
 def logit_threshold(dtype: torch.dtype) -> float:
-    """A logit at or below this was masked: the sum of a logit and a mask keeps the mask's magnitude."""
+    """The value at or below which a given logit counts as masked.
+
+    The sum of a logit and a mask keeps the mask's magnitude.
+
+    Args:
+        dtype: of the logits.
+    """
     # half of min / 2, since a positive logit lifts finfo.min a little in low precision
     return max(torch.finfo(dtype).min / 4, -1e7)
 

@@ -132,7 +132,7 @@ def attention_rows(
     """How many rows of each head are measured, and how many are left out for which reason.
 
     Args:
-        query, key, value, options: those of ``attention_stats``; what no row count depends on is ignored.
+        query, key, value, options: those of ``attention_stats``; what no count of rows depends on is ignored.
 
     Returns:
         "rows" and each of ``EXCLUSION_REASONS`` -> int64 [H]; together they are all B * Lq rows.
@@ -212,10 +212,15 @@ def row_stats(
 
 
 def nearer_keys(weighted: Floats, inside: Ints, outside: Ints, gaps: Floats) -> Bools:
-    """Which selected keys lie strictly nearer to s than every other key, [N].
+    """Which selected keys lie strictly nearer to s than every other key, bool [N].
 
     |p x - s|^2 - |s|^2 = p x . (p x - 2 s) orders the distances as |p x - s| does, and keeps its digits where tiny
-    weights leave all distances equal to |s| in float64. Close to s it is the distance that keeps them.
+    weights leave all distances equal to |s| in float64. Close to s it is the distance that keeps its digits.
+
+    Args:
+        weighted: float64 [n, E], p x of every key.
+        inside, outside: int64 [N], [n - N], the selected keys and the others.
+        gaps: float64 [n], |p x - s|.
     """
     s = weighted[inside].sum(axis=0)
     excess = (weighted * (weighted - 2.0 * s)).sum(axis=1)
@@ -246,6 +251,12 @@ def secular_eigenvalue(p: Floats, rest: Floats) -> float:
     Solved for t = lambda - p_2 in the form
     ``h(t) = (p_2 + t - p_1 (1 - p_1)) - (p_1 - p_2 - t) * sum_{i >= 2} p_i^2 / (t + p_2 - p_i) = 0``,
     which rises from -inf at t = 0 to p_1^2 at t = p_1 - p_2 and cancels neither near ties nor near one-hot.
+
+    Args:
+        p: float64 [n] weights of the keys.
+        rest: float64 [n], 1 - p without cancellation.
+
+    Source: the project's definitions, section 4.
     """
     order = np.argsort(-p, kind="stable")
     first, tail = p[order[0]], p[order[1:]]
@@ -266,10 +277,13 @@ def secular_eigenvalue(p: Floats, rest: Floats) -> float:
 
 
 def softmax_row(z: Floats) -> tuple[Floats, Floats, float]:
-    """p, 1 - p and the entropy of all outcomes, none of them by subtracting nearly equal numbers.
+    """p [n], 1 - p [n] and the entropy of n outcomes, none of them by subtracting nearly equal numbers.
 
     With w = exp(z - max z) and R the sum of w over all but one largest outcome, the entropy
     ``logsumexp(z) - sum p z`` is ``log1p(R) + sum w (max z - z) / (1 + R)``: only terms >= 0.
+
+    Args:
+        z: float64 [n], logits.
     """
     top = int(z.argmax())
     below = z[top] - z
@@ -307,7 +321,12 @@ def _finite_difference(
 
 
 def merge_rows(name: str, measured: list[dict[str, float]]) -> float:
-    """A head's value from those of its valid rows; NaN where there is none."""
+    """A head's value from those of its valid rows; NaN where there is none.
+
+    Args:
+        name: of the metric.
+        measured: what ``row_stats`` returned for each of the rows.
+    """
     metric = METRICS[name]
     values = [row[metric.of or name] for row in measured if (metric.of or name) in row]
     if not values:
@@ -337,7 +356,16 @@ class PreparedCall:
 
 
 def iterate_rows(call: PreparedCall, head: int) -> Iterator[tuple[int, int, Ints, str | None]]:
-    """(sequence, query, indices of its visible keys, reason for leaving the row out or None) of every row."""
+    """Every row of a head: its sequence, its query, its visible keys, and why it is left out.
+
+    Args:
+        call: the call.
+        head: query head.
+
+    Yields:
+        sequence and query; int64 [n], indices of the visible keys; one of ``EXCLUSION_REASONS``, or None for a row
+        that is measured.
+    """
     bad_sink = call.sinks is not None and not call.sinks[head] < math.inf
     for b, i in np.ndindex(*call.padding.shape):
         keys = np.flatnonzero(call.visible[b, head, i])
@@ -368,7 +396,14 @@ def prepare_call(
     sinks: Tensor | None = None,
     is_cross: bool = False,
 ) -> PreparedCall:
-    """z and visibility of every row of a call, in float64; arguments as of ``attention_stats``."""
+    """z and visibility of every row of a call, in float64.
+
+    Args:
+        query, key, ...: those of ``attention_stats``.
+
+    Raises:
+        AttnmonError: an argument is out of range or of the wrong shape.
+    """
     z, uncapped, visible, dim = base_logits(query, key, logits, head_dim, scale, softcap)
     batch, num_heads, num_queries, num_keys = z.shape
     factor = 1.0 / math.sqrt(dim) if scale is None else float(scale)
@@ -418,7 +453,18 @@ def base_logits(
     scale: float | None,
     softcap: float | None,
 ) -> tuple[Floats, Floats | None, Bools, int]:
-    """z before masks and bias, z without softcap, visibility, and D."""
+    """Logits of a call before masks and bias.
+
+    Args:
+        query, key, logits, head_dim, scale, softcap: those of ``attention_stats``.
+
+    Returns:
+        z [B, H, Lq, Lk]; z without softcap, or None where there is no softcap; which keys the logits show,
+        bool [B, H, Lq, Lk]; and D.
+
+    Raises:
+        AttnmonError: an argument is missing or of the wrong shape.
+    """
     if logits is not None:
         if head_dim is None:
             raise AttnmonError("with logits, head_dim has to be given: the temperature depends on it")
@@ -462,7 +508,13 @@ def _float64(tensor: Tensor) -> Floats:
 
 
 def token_vectors(value: Tensor | None, hidden: Tensor | None, tokens: str) -> Floats:
-    """x of the geometry: [B, Hkv, Lk, E]; one "head" for hidden states."""
+    """Token vectors x as separability and distance see them, [B, Hkv or 1, Lk, E].
+
+    Args:
+        value: [B, Hkv, Lk, E]; may be None where ``tokens`` is "hidden".
+        hidden: [B, Lk, E]; may be None where ``tokens`` is another.
+        tokens: "value" (unit length), "value_raw" or "hidden" (unit length).
+    """
     source = hidden if tokens == "hidden" else value
     assert source is not None  # _select_metrics has seen to it
     x = _float64(source)[:, None] if tokens == "hidden" else _float64(source)

@@ -1,17 +1,15 @@
-"""The choices that the numbers depend on, validated once."""
+"""The options that the numbers depend on, validated once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from attnmon.checks import check_choice, check_number, check_whole
 from attnmon.metrics import METRICS, resolve_metrics
 
 TOKENS = ("value", "value_raw", "hidden")
-ROWS, SEQUENCES, TOP_N, FD_EPSILON = 32, 4, 16, 0.1
-"""Defaults."""
 BACKENDS = ("auto", "torch", "triton")
 
 
@@ -29,34 +27,37 @@ class Settings:
     """
 
     metrics: tuple[str, ...]
-    rows: int | None = ROWS
-    sequences: int | None = SEQUENCES
-    top_n: int = TOP_N
-    tokens: str = TOKENS[0]
-    fd_epsilon: float = FD_EPSILON
+    rows: int | None = 32
+    sequences: int | None = 4
+    top_n: int = 16
+    tokens: str = "value"
+    fd_epsilon: float = 0.1
 
     @classmethod
-    def create(
-        cls,
-        *,
-        metrics: Iterable[str] | str | None = None,
-        rows: int | None = ROWS,
-        sequences: int | None = SEQUENCES,
-        top_n: int = TOP_N,
-        tokens: str = TOKENS[0],
-        fd_epsilon: float = FD_EPSILON,
-    ) -> Settings:
+    def create(cls, *, metrics: Iterable[str] | str | None = None, **options: Any) -> Settings:
         """Validate a user's options.
+
+        Args:
+            metrics: names of ``attnmon.metrics``, one name, or None for all.
+            options: the other attributes by name; one that is left out has its default.
 
         Raises:
             AttnmonError: says which option, what came and what is accepted.
         """
-        check_whole("rows", rows, none_means="every row")
-        check_whole("sequences", sequences, none_means="all sequences")
-        check_whole("top_n", top_n)
-        check_choice("tokens", tokens, TOKENS)
-        check_number("fd_epsilon", fd_epsilon)
-        return cls(resolve_metrics(metrics), rows, sequences, top_n, tokens, float(fd_epsilon))
+        given = cls(resolve_metrics(metrics), **options)
+        check_whole("rows", given.rows, none_means="every row")
+        check_whole("sequences", given.sequences, none_means="all sequences")
+        check_whole("top_n", given.top_n)
+        check_choice("tokens", given.tokens, TOKENS)
+        check_number("fd_epsilon", given.fd_epsilon)
+        # numbers of numpy would not go into JSON
+        return replace(
+            given,
+            rows=None if given.rows is None else int(given.rows),
+            sequences=None if given.sequences is None else int(given.sequences),
+            top_n=int(given.top_n),
+            fd_epsilon=float(given.fd_epsilon),
+        )
 
     @property
     def needs_tokens(self) -> bool:
@@ -70,7 +71,7 @@ class Settings:
         return min(least[METRICS[name].valid_rows] for name in self.metrics)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready, as stored with every snapshot."""
+        """The options but for ``metrics``, JSON-ready, as every snapshot stores them."""
         return {
             "rows": self.rows,
             "sequences": self.sequences,
@@ -78,3 +79,7 @@ class Settings:
             "tokens": self.tokens,
             "fd_epsilon": self.fd_epsilon,
         }
+
+
+DEFAULTS = Settings(metrics=resolve_metrics(None))
+"""Every metric, and the defaults of a monitor."""

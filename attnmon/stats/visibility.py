@@ -14,14 +14,23 @@ value, and models do mask with -1e9."""
 
 
 def mask_threshold(dtype: torch.dtype) -> float:
-    """Values of a float mask of ``dtype`` at or below this are a mask, not a bias."""
+    """The value at or below which an entry of a float mask hides its key; above it, the entry is a bias.
+
+    Args:
+        dtype: of the mask.
+    """
     return max(torch.finfo(dtype).min / 2, MASKED_BIAS)
 
 
 def key_valid(call: AttentionCall, sequences: slice) -> Tensor | None:
-    """[S, Lk] bool: keys that padding leaves visible (head 0 where a mask differs by head); None = all.
+    """Keys that padding leaves visible: ``key_padding_mask``, and an ``attn_mask`` that has one row for all queries.
 
-    Reads ``key_padding_mask`` and those ``attn_mask`` that say the same of every query.
+    Args:
+        call: the call.
+        sequences: which sequences of the call; S of them.
+
+    Returns:
+        bool [S, Lk], of head 0 where a mask differs by head; None if all keys are visible.
     """
     valid: Tensor | None = None
     padding = call.key_padding_mask
@@ -42,6 +51,7 @@ def visible_keys(
     """Visibility and bias of sampled rows.
 
     Args:
+        call: the call.
         sequences: which sequences of the call; S of them.
         positions: [S, R] int64 query positions.
         heads: which query heads (only masks that differ by head care).
@@ -116,9 +126,14 @@ def visible_keys(
 def mod_indices(
     call: AttentionCall, sequences: slice, positions: Tensor, heads: slice, keys: slice, *, every_head: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Indices b [S], h, q [S, R] and kv [K] for score and mask functions, given as for ``visible_keys``.
+    """Indices that score and mask functions are called with.
 
-    h is [H], or one head where the mask function reads none and not ``every_head``.
+    Args:
+        call, sequences, positions, heads, keys: as in ``visible_keys``.
+        every_head: give every head's index even if the mask function does not read it.
+
+    Returns:
+        b [S], h [heads] (one head where the mask function reads none and not ``every_head``), q [S, R] and kv [K].
     """
     device = positions.device
     batch = torch.arange(call.num_sequences, device=device)[sequences]
@@ -129,7 +144,15 @@ def mod_indices(
 
 
 def documents(cu_seqlens: Tensor, positions: Tensor) -> Tensor:
-    """Index of the packed document that each position lies in."""
+    """Index of the packed document that each position lies in.
+
+    Args:
+        cu_seqlens: int [documents + 1], boundaries of the documents.
+        positions: int64 [...].
+
+    Returns:
+        int64 [...]; the number of documents for positions beyond the last one.
+    """
     return torch.searchsorted(cu_seqlens[1:].contiguous().long(), positions.contiguous(), right=True)
 
 

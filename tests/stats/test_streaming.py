@@ -11,9 +11,11 @@ import torch
 
 from attnmon.stats import attention_stats, reference
 from attnmon.stats.plan import make_plan
+from attnmon.stats.streaming import blocks as blocks_module
 from attnmon.stats.streaming import measure as streaming
 from attnmon.stats.streaming import softmax_rows as rows
 from attnmon.stats.streaming import top_keys as selection
+from attnmon.stats.streaming.block_reader import BlockReader
 from attnmon.stats.streaming.finite_step import EXPM1_LIMIT
 from attnmon.types import AttentionCall
 from tests.helpers import MASK_KINDS, assert_stats_close, call_id, draw_call
@@ -110,7 +112,7 @@ def test_blocks_of_any_size_give_the_same(monkeypatch, budget):
     calls.append(draw_call(12, **PLAIN, batch=3, heads=6, kv_heads=2, q_len=9, k_len=9))
     calls.append(draw_call(13, **{**PLAIN, "mask": "bool_head"}, batch=2, heads=4, kv_heads=4, q_len=9, k_len=9))
     whole = [packed(call)[1] for call in calls]
-    monkeypatch.setattr(streaming, "_BLOCK_CPU", budget)
+    monkeypatch.setattr(blocks_module, "BLOCK_CPU", budget)
     for call, expected in zip(calls, whole, strict=True):
         packing, matrix = packed(call)
         counts = [0, 1, 2, 3, *range(packing.first_mean + 1, packing.num_sums, 2)]
@@ -136,7 +138,7 @@ def test_ranges_of_rows_that_see_few_keys(monkeypatch, window, is_causal):
     call["key_padding_mask"] = padding
     expected = attention_stats(**by_mask)
     for budget in (20000, 1 << 19):
-        monkeypatch.setattr(streaming, "_BLOCK_CPU", budget)
+        monkeypatch.setattr(blocks_module, "BLOCK_CPU", budget)
         assert_stats_close(attention_stats(**call), expected, 1e-6)
         assert_stats_close(training_stats(call), expected, 1e-5, metric_rtol={"separability": 1e-3})
 
@@ -150,7 +152,7 @@ def test_given_logits_in_blocks_of_a_head(monkeypatch):
     names = {"metrics": ["entropy", "jacobian_fd"]}
     expected = reference.attention_stats(None, None, logits=z, head_dim=16, scale=0.25, is_cross=True, **names)
     for budget in (1, 160, 10**6):
-        monkeypatch.setattr(streaming, "_BLOCK_CPU", budget)
+        monkeypatch.setattr(blocks_module, "BLOCK_CPU", budget)
         assert_stats_close(training_stats(call, names), expected, 1e-5)
 
 
@@ -177,13 +179,13 @@ def test_given_logits_with_a_row_that_is_not_finite(gathered):
 
 def test_blocks_cover_every_row_once(monkeypatch):
     for budget in (1, 30, 64, 500, 1000, 10**6):
-        monkeypatch.setattr(streaming, "_BLOCK_CPU", budget)
+        monkeypatch.setattr(blocks_module, "BLOCK_CPU", budget)
         call = as_call(draw_call(0, **PLAIN, batch=3, heads=6, kv_heads=2, q_len=7, k_len=10))
         settings = streaming.Settings.create(rows=None, sequences=None)
         plan = streaming.Plan(slice(0, 3), torch.arange(7).expand(3, 7), None, None, None, None)
-        reducer = streaming._Reducer(call, settings, plan, streaming.Packing(settings.metrics), torch.float32)
+        reader = BlockReader(call, settings, plan, torch.float32)
         seen = torch.zeros(3, 6, 7)
-        for block in reducer.blocks():
+        for block in reader.blocks():
             seen[block.sequences, block.heads, block.rows] += 1
             assert block.heads.start % 3 == block.heads.stop % 3 == 0  # whole groups
             logits = seen[block.sequences, block.heads, block.rows].numel() * 10
@@ -403,9 +405,7 @@ def test_softcap_past_saturation():
 @pytest.fixture
 def elsewhere(monkeypatch):
     """As on a device where asking for a number costs a wait."""
-    monkeypatch.setattr(
-        streaming._Reducer, "on_cpu", property(lambda self: False, lambda self, value: None), raising=False
-    )
+    monkeypatch.setattr(BlockReader, "on_cpu", property(lambda self: False, lambda self, value: None), raising=False)
 
     def sorted_search(values, *arguments):
         device = SimpleNamespace(type="cuda")
@@ -424,7 +424,7 @@ def test_branches_of_other_devices_agree_with_the_reference():
 def test_blocks_of_other_devices(monkeypatch):
     calls = [draw_call(seed, q_len=9) for seed in range(8)]
     whole = [packed(call)[1] for call in calls]
-    monkeypatch.setattr(streaming, "_BLOCK_OTHER", 100)
+    monkeypatch.setattr(blocks_module, "BLOCK_OTHER", 100)
     for call, expected in zip(calls, whole, strict=True):
         np.testing.assert_allclose(packed(call)[1], expected, rtol=2e-6, atol=1e-6, err_msg=call_id(call))
 

@@ -1,7 +1,7 @@
 """``finish``, after the passes: rows become a head's sums and maxima.
 
-Of the keys it reads the one token vector of each row that comes nearest to s. What each number is says
-``stats/rows.py``, whose arithmetic this follows.
+Of the keys, the kernel reads the one token vector of each row that comes nearest to s. The arithmetic is that of
+``stats/streaming/softmax_rows.py`` and ``separation.py``, which say what each number is.
 """
 
 from __future__ import annotations
@@ -10,10 +10,17 @@ import triton
 import triton.language as tl
 
 from attnmon.stats.fused.fields import (
+    A_MASKED,
+    A_NONFINITE,
+    A_VALID,
+    CANCELS,
     EXPONENT_LIMIT,
     INFINITY,
-    JUST_ABOVE,
+    LEAST_DEPTH,
+    LEAST_LOG,
+    LEAST_SHARE,
     LOWEST,
+    MORE_STEPS,
     P_FAR,
     P_FIELDS,
     P_LEAST,
@@ -47,33 +54,24 @@ from attnmon.stats.fused.fields import (
     T_DIRECTION,
     TINY,
 )
-from attnmon.stats.fused.math import (
-    expm1,
-    log1p,
-    secular_step,
-    sink_lead,
-)
-
-MORE_STEPS = tl.constexpr(3)  # from there, with the tail's true sums
-CANCELS = tl.constexpr(1e-2)  # of D^2 / |s|^2: below, distances know more digits than their excess
-LEAST_SHARE = tl.constexpr(0.05)  # of the largest key's growth: with less, 1 + E cancels
+from attnmon.stats.fused.math import expm1, just_above, log1p, secular_step, sink_lead
 
 
 @triton.jit
 def _eigenvalue(
     own, place, mask, seen, e, slot, second_depth, sink, num_total, SINK: tl.constexpr
 ):  # fmt: skip
-    """Lambda with the tail's true sums at the first estimate."""
+    """Lambda of each row, [BR]: its first estimate refined with the tail's sums that ``spread`` took there."""
     second = tl.load(own + R_SECOND * num_total, mask=seen, other=0.0)
     mu = tl.load(own + R_MU * num_total, mask=seen, other=0.0)
     value = tl.sum(tl.load(place + P_RATIO * num_total, mask=mask, other=0.0), 1)
     value_square = tl.sum(tl.load(place + P_RATIO_SQUARE * num_total, mask=mask, other=0.0), 1)
     root = second + mu
-    slope = (value + value_square) / (root * JUST_ABOVE + 1e-30)
+    slope = (value + value_square) / just_above(root)
     # the tail as residue / (Lambda - pole), with this value and slope at the estimate
     distance = value / tl.maximum(slope, TINY)
     pole = tl.minimum(root - distance, second)
-    apart = -expm1(tl.maximum(second_depth, -100.0))
+    apart = -expm1(tl.maximum(second_depth, LEAST_DEPTH))
     weights = tl.where(slot > 0, e, 0.0)
     for _ in range(MORE_STEPS):
         mu = secular_step(mu, second, apart, weights, pole, value * distance, sink, SINK)
@@ -85,9 +83,10 @@ def _moved(
     own, place, mask, seen, e, depth, slot, entries, total, others, tail_square, sink, lead, num_total,
     FD: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
-    """|softmax(z + a) - softmax(z)|, a the step along the row's direction; ``entries`` of it at the K largest.
+    """|softmax(z + a) - softmax(z)| of each row, [BR], a the step along the row's direction.
 
-    y_j = expm1(a_j - a_t), t the largest key, and E = sum p y: key j's weight changes by p_j (y_j - E) / (1 + E).
+    With y_j = expm1(a_j - a_t), t the largest key, and E = sum p y, key j's weight changes by
+    p_j (y_j - E) / (1 + E). ``entries`` [BR, KP] are the direction's at the K largest keys.
     """
     stretch = tl.load(own + R_STEP * num_total, mask=seen, other=0.0)
     origin = tl.load(own + R_DIRECTION * num_total, mask=seen, other=0.0)
@@ -139,9 +138,10 @@ def _geometry(
     KP: tl.constexpr, K: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, TOKENS: tl.constexpr,
     E: tl.constexpr, BE: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """N_s, Z d~, and whether a visible token vector is not finite.
+    """N_s, Z d~, and whether a visible token vector is not finite; each [BR].
 
-    The outsider that comes nearest to s by excess is looked at again, difference by difference.
+    Of the keys beyond the K largest, the one whose excess is least is read again, and its distance to s taken
+    difference by difference.
     """
     s_square = tl.load(own + R_S_SQUARE * num_total, mask=seen, other=0.0)
     split = tl.arange(0, SPLITS)
@@ -200,18 +200,23 @@ def _geometry(
 
 
 @triton.jit
+def _add(accumulator, COLUMN: tl.constexpr, num_heads, head, total):
+    """Add the sum of ``total`` [BR] to column COLUMN."""
+    at = accumulator + COLUMN * num_heads + head
+    tl.store(at, tl.load(at) + tl.sum(total, 0))
+
+
+@triton.jit
 def _put(accumulator, COLUMN: tl.constexpr, num_heads, head, total, number):
-    """Add a sum and its count of rows to columns COLUMN and COLUMN + 1."""
+    """Add the sums of ``total`` and ``number`` [BR], a metric and its rows, to columns COLUMN and COLUMN + 1."""
     if COLUMN >= 0:
-        at = accumulator + COLUMN * num_heads + head
-        tl.store(at, tl.load(at) + tl.sum(total, 0))
-        at += num_heads
-        tl.store(at, tl.load(at) + tl.sum(number, 0))
+        _add(accumulator, COLUMN, num_heads, head, total)
+        _add(accumulator, COLUMN + 1, num_heads, head, number)
 
 
 @triton.jit
 def _raise(accumulator, COLUMN: tl.constexpr, num_heads, head, value):
-    """Lift a maximum."""
+    """Lift the maximum in column COLUMN to the largest ``value`` [BR]."""
     if COLUMN >= 0:
         at = accumulator + COLUMN * num_heads + head
         tl.store(at, tl.maximum(tl.load(at), tl.max(value, 0)))
@@ -231,10 +236,10 @@ def finish(
     JACOBIAN_MEAN: tl.constexpr, JACOBIAN_FD: tl.constexpr, DISTANCE: tl.constexpr, MAX_LOGIT: tl.constexpr,
     MAX_UNCAPPED: tl.constexpr, JACOBIAN_MAX: tl.constexpr,
 ):  # fmt: skip
-    """Add the rows of one head to the packed matrix [columns, H]; -1 for a metric without a column.
+    """Add the rows of one head to the accumulator [columns, H].
 
-    ``num_here`` rows (sampled sequences x positions) belong to each head. One program a head, so that the order of
-    additions is always the same.
+    One program per head adds its rows one after the other, so that the order of additions is always the same. The
+    package's docstring says what each argument is.
     """
     head = tl.program_id(0)
     g = (head // GROUP).to(tl.int64)
@@ -242,7 +247,7 @@ def finish(
     slot = tl.arange(0, KP)[None, :]
     nothing = tl.zeros([BR], tl.float64)
     none = tl.zeros([BR], tl.int64)
-    number, masked, broken_rows, paired, selections, spans = none, none, none, none, none, none
+    number, masked, nonfinite, paired, selections, spans = none, none, none, none, none, none
     entropy_sum, norm_sum, std_sum, prob_sum, top_sum = nothing, nothing, nothing, nothing, nothing
     first_sum, sink_sum, separability_sum, jacobian_sum = nothing, nothing, nothing, nothing
     fd_sum, distance_sum = nothing, nothing
@@ -280,7 +285,7 @@ def finish(
         pair = valid & (count >= 2.0)
         number += valid.to(tl.int64)
         masked += (asked & (count < 1.0)).to(tl.int64)
-        broken_rows += (sees & (valid == 0)).to(tl.int64)
+        nonfinite += (sees & (valid == 0)).to(tl.int64)
         paired += pair.to(tl.int64)
 
         spread_dot = tl.load(own + R_DOT * num_total, mask=seen, other=0.0)
@@ -293,7 +298,7 @@ def finish(
             sink_sum += tl.where(valid, sink / total, 0.0).to(tl.float64)
         entropy = log_total - spread_dot / total
         entropy_sum += tl.where(valid, entropy, 0.0).to(tl.float64)
-        ratio = entropy / tl.maximum(tl.log(tl.maximum(outcomes, 1.0)), 1e-12)
+        ratio = entropy / tl.maximum(tl.log(tl.maximum(outcomes, 1.0)), LEAST_LOG)
         norm_sum += tl.where(pair, ratio, 0.0).to(tl.float64)
         std = tl.load(own + R_STD * num_total, mask=seen, other=0.0)
         std_sum += tl.where(valid, std, 0.0).to(tl.float64)
@@ -349,10 +354,9 @@ def finish(
             separability_sum += tl.where(selected, share, 0.0).to(tl.float64)
             selections += selected.to(tl.int64)
 
-    at_head = accumulator + head
-    tl.store(at_head, tl.load(at_head) + tl.sum(number, 0))
-    tl.store(at_head + 2 * num_heads, tl.load(at_head + 2 * num_heads) + tl.sum(masked, 0))
-    tl.store(at_head + 3 * num_heads, tl.load(at_head + 3 * num_heads) + tl.sum(broken_rows, 0))
+    _add(accumulator, A_VALID, num_heads, head, number)
+    _add(accumulator, A_MASKED, num_heads, head, masked)
+    _add(accumulator, A_NONFINITE, num_heads, head, nonfinite)
     _put(accumulator, ENTROPY, num_heads, head, entropy_sum, number)
     _put(accumulator, ENTROPY_NORM, num_heads, head, norm_sum, paired)
     _put(accumulator, LOGIT_STD, num_heads, head, std_sum, number)

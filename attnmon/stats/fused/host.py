@@ -1,8 +1,8 @@
-"""Host side of the fused path, free of triton: what it takes, how its tiles are cut, its arguments.
+"""Host side of the fused path, free of triton: which calls it takes, how tiles are cut, and the table of rows.
 
 The kernels see which keys a row can see as a range (causal triangles, windows and packed documents are all
 ranges), a mask of padding, and an attention mask. The ranges and everything else that depends on sampled positions
-alone is one small integer tensor, made once a plan and shared by all layers.
+alone is one small integer tensor, made once per plan and shared by all layers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,11 @@ _MAX_SPLITS = 32
 
 
 def unavailable(device: torch.device | None) -> str | None:
-    """Why kernels cannot run here, or None. Never imports triton."""
+    """Why kernels cannot run here, or None. Never imports triton.
+
+    Args:
+        device: where the tensors are; None: not known yet.
+    """
     if not _has_triton():
         return "the package 'triton' is not installed; pip install 'attnmon[triton]' brings it"
     if device is not None and device.type != "cuda" and not interpreted():
@@ -69,7 +73,11 @@ def interpreted() -> bool:
 def unsupported(call: AttentionCall, settings: Settings) -> str | None:
     """Why the fused path cannot take this call, or None.
 
-    Reasons are about kinds and sizes, never about values: asking for those would wait for the device.
+    Reasons are about kinds and sizes, never about values, since reading a value would wait for the device.
+
+    Args:
+        call: the call.
+        settings: what to measure.
     """
     if call.logits is not None or call.query is None or call.key is None:
         return "logits without queries and keys (eager attention)"
@@ -94,7 +102,7 @@ def unsupported(call: AttentionCall, settings: Settings) -> str | None:
 
 
 def tokens_of(call: AttentionCall, settings: Settings) -> Tensor | None:
-    """Token vectors [B, Hkv or 1, Lk, E] if a metric reads them and the call has them."""
+    """Token vectors [B, Hkv or 1, Lk, E] of a call, or None if it has none or no metric of the settings reads them."""
     if not settings.needs_tokens:
         return None
     if settings.tokens == "hidden":
@@ -103,9 +111,16 @@ def tokens_of(call: AttentionCall, settings: Settings) -> Tensor | None:
 
 
 def row_table(call: AttentionCall, plan: Plan) -> Tensor:
-    """int32 [5, S, R]: position, first visible key, one past the last, the sequence's first key, direction's place.
+    """What the kernels are told of each sampled row; made once per plan.
 
-    The direction's entry of key j is ``table[(place + j) % TABLE_SIZE]``. Made once a plan.
+    Args:
+        call: a call with queries and keys.
+        plan: its sampled rows.
+
+    Returns:
+        int32 [5, S, R]: position, first visible key, one past the last visible key, the sequence's first key, and the
+        direction's place: its entry at key j is ``table[(place + j) % TABLE_SIZE]``. The order is that of the
+        constants ``T_...`` in ``fields.py``.
     """
     assert call.key is not None
     kind = ("fused rows", call.is_causal, call.causal_offset, call.window, call.key.shape[2])
@@ -136,9 +151,13 @@ class Tiles:
     """How a call is cut.
 
     Attributes:
-        BM: rows of a tile; BN: keys of a block; BD, BE: chunk of the head dimension and of token vectors.
+        BM: rows of a tile, in the passes over keys.
+        BN: keys of a block, in the passes over keys.
+        BD, BE: chunks of the head dimension and of token vectors, in the passes over keys.
         warps, stages: of the passes over keys.
-        BR: rows of a program of ``merge``; BF: of an iteration of ``finish``; BG: chunk of token vectors in both.
+        BR: rows of a program of ``merge``.
+        BF: rows of an iteration of ``finish``.
+        BG: chunk of token vectors in ``merge`` and ``finish``.
         row_warps: of ``merge`` and ``finish``.
     """
 
@@ -174,10 +193,12 @@ def tiles(num_rows: int, head_dim: int, width: int, wide: bool, busy: bool, slot
 
     Args:
         num_rows: rows of one sequence and key head.
-        head_dim: D; width: E of the token vectors (1 without).
+        head_dim: D.
+        width: E of the token vectors (1 without).
         wide: products run in float32 rather than in 16 bits.
         busy: biases and large steps together, which take more registers.
-        slots: of a row's list of largest logits; splits: parts of the keys.
+        slots: of a row's list of largest logits.
+        splits: parts that the keys are cut into.
     """
     chunk = 32 if wide else 64
     rows = tile_rows(num_rows)
@@ -202,6 +223,7 @@ def choose_splits(programs: int, num_keys: int, processors: int) -> int:
 
     Args:
         programs: tiles of the call.
+        num_keys: Lk.
         processors: multiprocessors of the device.
     """
     wanted = power_of_two(-(-_PROGRAMS_PER_PROCESSOR * processors // max(1, programs)))

@@ -2,7 +2,7 @@
 
 A program owns a tile: BM rows (sampled positions x query heads) of one sequence and key head, and one of SPLITS
 parts of the keys that any of its rows can see. Nothing of size rows x Lk leaves it: a part of the keys is a few
-numbers per row, which ``triton_rows`` merges. Both passes get a logit by the same operations on the same tiles,
+numbers per row, which ``merge`` and ``finish`` join. Both passes get a logit by the same operations on the same tiles,
 so that a row's K-th largest logit, found by the first, parts the keys exactly in the second.
 """
 
@@ -14,7 +14,6 @@ import triton.language as tl
 from attnmon.stats.fused.fields import (
     EXPONENT_LIMIT,
     INFINITY,
-    JUST_ABOVE,
     LOWEST,
     NOWHERE,
     P_FAR,
@@ -52,7 +51,7 @@ from attnmon.stats.fused.fields import (
     T_DIRECTION,
     T_FIRST,
 )
-from attnmon.stats.fused.math import expm1
+from attnmon.stats.fused.math import expm1, just_above
 from attnmon.stats.fused.tiles import directions, keys_of_split, products, query_chunk, rows_of_tile, visible_logits
 
 
@@ -67,7 +66,10 @@ def select(
     SPLITS: tl.constexpr, PADDING: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr, FD: tl.constexpr,
     TABLE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """First pass: the K largest logits of each row, and sums over the others."""
+    """First pass: the K largest logits of each row, and sums over the others.
+
+    The package's docstring says what each argument is.
+    """
     pid = tl.program_id(0)
     split = pid % SPLITS
     tile = pid // SPLITS % num_tiles
@@ -253,7 +255,7 @@ def spread(
 ):  # fmt: skip
     """Second pass: what depends on a row's largest logit, its K largest and s; sums over the other keys.
 
-    TOKENS: 0 none, 1 of unit length, 2 as they are. FD: 0 none, 1 a step, 2 one that may overflow exp.
+    The package's docstring says what each argument is.
     """
     pid = tl.program_id(0)
     split = pid % SPLITS
@@ -280,7 +282,7 @@ def spread(
         root = tl.load(own + R_MU * num_total, mask=inside, other=1.0) + tl.load(
             own + R_SECOND * num_total, mask=inside, other=1.0
         )
-        above = root * JUST_ABOVE + 1e-30  # just above every other weight, should the root sit on one
+        above = just_above(root)
         ratio_sum = tl.zeros([BM], tl.float32)
         ratio_square = tl.zeros([BM], tl.float32)
     if FD > 0:

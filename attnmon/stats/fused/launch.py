@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 from attnmon.metrics import METRICS
 from attnmon.stats.directions import TABLE_SIZE, direction_table
 from attnmon.stats.fused import host
-from attnmon.stats.fused.fields import P_FIELDS, R_FIELDS, S_FIELDS
+from attnmon.stats.fused.fields import RECORD_FIELDS, SELECT_FIELDS, SPREAD_FIELDS
 from attnmon.stats.fused.finish import finish
 from attnmon.stats.fused.keys import select, spread
 from attnmon.stats.fused.merge import merge
@@ -53,29 +53,28 @@ def measure(
     del dtype
     assert call.query is not None
     assert call.key is not None
-    device = call.query.device
     result = excluded_rows(plan, packing, call.num_heads, torch.float64)
     sequences = range(*plan.sequences.indices(call.num_sequences))
     reduce_rows(
-        result,
-        call.query,
-        call.key,
-        host.tokens_of(call, settings),
-        host.row_table(call, plan),
-        None if plan.live is None else plan.live.contiguous(),
-        call.attn_mask,
-        call.key_padding_mask,
-        call.sinks,
-        direction_table(device),
-        call.scale,
-        call.softcap or 0.0,
-        call.tau,
-        settings.fd_epsilon,
-        sequences.start,
-        sequences.step,
-        settings.top_n,
-        settings.tokens != "value_raw",
-        ",".join(packing.metrics),
+        accumulator=result,
+        query=call.query,
+        key=call.key,
+        tokens=host.tokens_of(call, settings),
+        rows=host.row_table(call, plan),
+        live=None if plan.live is None else plan.live.contiguous(),
+        attn_mask=call.attn_mask,
+        key_padding_mask=call.key_padding_mask,
+        sinks=call.sinks,
+        table=direction_table(call.query.device),
+        scale=call.scale,
+        softcap=call.softcap or 0.0,
+        tau=call.tau,
+        fd_epsilon=settings.fd_epsilon,
+        first_sequence=sequences.start,
+        sequence_step=sequences.step,
+        top_n=settings.top_n,
+        unit_tokens=settings.tokens != "value_raw",
+        metrics=",".join(packing.metrics),
     )
     return result
 
@@ -119,14 +118,33 @@ def reduce_rows(
         unit_tokens: tokens are taken at unit length.
         metrics: the packed metrics' names, joined by commas.
     """
-    arguments = (accumulator, query, key, tokens, rows, live, attn_mask, key_padding_mask, sinks, table, scale)
-    options = (softcap, tau, fd_epsilon, first_sequence, sequence_step, top_n, unit_tokens, metrics)
-    for launch in launches(*arguments, *options):
+    planned = CallLaunches(
+        accumulator=accumulator,
+        query=query,
+        key=key,
+        tokens=tokens,
+        rows=rows,
+        live=live,
+        attn_mask=attn_mask,
+        key_padding_mask=key_padding_mask,
+        sinks=sinks,
+        table=table,
+        scale=scale,
+        softcap=softcap,
+        tau=tau,
+        fd_epsilon=fd_epsilon,
+        first_sequence=first_sequence,
+        sequence_step=sequence_step,
+        top_n=top_n,
+        unit_tokens=unit_tokens,
+        metrics=metrics,
+    )
+    for launch in planned.launches():
         launch.kernel[(launch.programs,)](**launch.arguments, **launch.constants, **launch.options)
 
 
 @reduce_rows.register_fake
-def _(accumulator: Tensor, *arguments: object) -> None:
+def _(accumulator: Tensor, *arguments: object, **named: object) -> None:
     return None
 
 
@@ -137,8 +155,8 @@ class Launch:
     Attributes:
         kernel: one of the four.
         programs: how many run.
-        arguments: tensors and numbers, by the kernel's names for them; what each is, ``_Call.launches`` says.
-        constants: what the kernel is specialised to, by name.
+        arguments: tensors and numbers, by the kernel's names for them; ``attnmon.stats.fused`` says what each is.
+        constants: what the kernel is specialized to, by name.
         options: warps and stages of the compiler.
     """
 
@@ -149,48 +167,202 @@ class Launch:
     options: dict[str, int]
 
 
-def launches(
-    accumulator: Tensor,
-    query: Tensor,
-    key: Tensor,
-    tokens: Tensor | None,
-    rows: Tensor,
-    live: Tensor | None,
-    attn_mask: Tensor | None,
-    key_padding_mask: Tensor | None,
-    sinks: Tensor | None,
-    table: Tensor,
-    scale: float,
-    softcap: float,
-    tau: float,
-    fd_epsilon: float,
-    first_sequence: int,
-    sequence_step: int,
-    top_n: int,
-    unit_tokens: bool,
-    metrics: str,
-) -> Iterator[Launch]:
-    """The launches that ``reduce_rows`` makes with these arguments, in order."""
-    prepared = _Call(query, key, tokens, sinks, softcap, tau, fd_epsilon, top_n, unit_tokens, metrics.split(","))
-    num_s, num_r = rows.shape[1:]
-    heads = query.shape[1]
-    most = max(1, host.SCRATCH_BYTES // prepared.bytes_per_row(num_s * num_r))
-    step_s = max(1, min(num_s, most // heads))
-    step_r = max(1, min(num_r, most // (heads * step_s)))
-    for s in range(0, num_s, step_s):
-        for r in range(0, num_r, step_r):
-            part = rows[:, s : s + step_s, r : r + step_r]
-            yield from prepared.launches(
-                accumulator,
-                part,
-                None if live is None else live[s : s + step_s, r : r + step_r],
-                attn_mask,
-                key_padding_mask,
-                table,
-                scale,
-                first_sequence + s * sequence_step,
-                sequence_step,
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CallLaunches:
+    """Works out the launches that ``reduce_rows`` makes of its arguments, which are the attributes."""
+
+    accumulator: Tensor
+    query: Tensor
+    key: Tensor
+    tokens: Tensor | None
+    rows: Tensor
+    live: Tensor | None
+    attn_mask: Tensor | None
+    key_padding_mask: Tensor | None
+    sinks: Tensor | None
+    table: Tensor
+    scale: float
+    softcap: float
+    tau: float
+    fd_epsilon: float
+    first_sequence: int
+    sequence_step: int
+    top_n: int
+    unit_tokens: bool
+    metrics: str
+
+    def launches(self) -> Iterator[Launch]:
+        """The launches in order: those of as many rows as the scratch has room for, then those of the next rows."""
+        num_s, num_r = self.rows.shape[1:]
+        heads = self.query.shape[1]
+        splits = self._splits(1, num_s * num_r * self._group)
+        bytes_per_row = 4 * sum(_numbers_per_row(splits, self._slots, self._width).values())
+        most = max(1, host.SCRATCH_BYTES // bytes_per_row)
+        step_s = max(1, min(num_s, most // heads))
+        step_r = max(1, min(num_r, most // (heads * step_s)))
+        for s in range(0, num_s, step_s):
+            for r in range(0, num_r, step_r):
+                rows = self.rows[:, s : s + step_s, r : r + step_r]
+                live = None if self.live is None else self.live[s : s + step_s, r : r + step_r]
+                yield from self._launches_for(rows, live, self.first_sequence + s * self.sequence_step)
+
+    def _launches_for(self, rows: Tensor, live: Tensor | None, first_sequence: int) -> Iterator[Launch]:
+        """The launches for some of the rows, the first of which are of the batch's sequence ``first_sequence``."""
+        query, key, sinks = self.query, self.key, self.sinks
+        num_s, num_r = rows.shape[1:]
+        num_groups, num_keys, head_dim = key.shape[1:]
+        num_rows = num_r * self._group
+        total = num_s * num_groups * num_rows
+        splits = self._splits(num_s, num_rows)
+        tokens = key if self.tokens is None else self.tokens
+        padding, padding_kind, padding_least = _mask(self.key_padding_mask)
+        mask, mask_kind, mask_least = _mask(self.attn_mask)
+        biased = padding_kind == 2 or mask_kind == 2
+        wide = query.dtype == torch.float32 or self._widen
+        cut = host.tiles(num_rows, head_dim, self._width, wide, biased and self._step_kind == 2, self._slots, splits)
+        num_tiles = -(-num_rows // cut.BM)
+        arguments = {
+            "q": query,
+            "k": key,
+            "x": tokens,
+            "padding": rows if padding is None else padding,
+            "mask": rows if mask is None else mask,
+            "sinks": rows if sinks is None else sinks,
+            "rows": rows,
+            "live": rows if live is None else live.view(torch.uint8),
+            "table": self.table,
+            "accumulator": self.accumulator,
+            **_scratch(total, splits, self._slots, self._width, query.device),
+            "scale": self.scale,
+            "softcap": self.softcap,
+            "padding_least": padding_least,
+            "mask_least": mask_least,
+            "tau": self.tau,
+            "epsilon": self.fd_epsilon,
+            "step": self.fd_epsilon / self.tau,
+            "first_sequence": first_sequence,
+            "sequence_step": self.sequence_step,
+            "num_rows": num_rows,
+            "num_tiles": num_tiles,
+            "num_groups": num_groups,
+            "num_heads": query.shape[1],
+            "num_keys": num_keys,
+            "num_here": num_s * num_r,
+            "num_total": total,
+            "row_stride": rows.stride(1),
+            "field_stride": rows.stride(0),
+            **_strides("q", "bhld", query.stride()),
+            **_strides("k", "bhld", key.stride()),
+            **_strides("x", "bhld", (tokens.stride(0), _shared(tokens)[1], *tokens.stride()[2:])),
+            **_strides("padding", "bl", (0, 0) if padding is None else padding.stride()),
+            **_strides("mask", "bhqk", (0, 0, 0, 0) if mask is None else _shared(mask)),
+        }
+        constants = {
+            "GROUP": self._group,
+            "D": head_dim,
+            "E": self._width,
+            "K": self._kept,
+            "KP": self._slots,
+            "N": self.top_n,
+            "SPLITS": splits,
+            "PADDING": padding_kind,
+            "MASK": mask_kind,
+            "CAP": self.softcap > 0,
+            "SINK": sinks is not None,
+            "LIVE": live is not None,
+            "WIDEN": self._widen,
+            "FD": self._step_kind,
+            "JACOBIAN": self._with_eigenvalue,
+            "TOKENS": self._token_kind,
+            "TERMS": {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}[tokens.dtype],
+            "TABLE": TABLE_SIZE,
+            "BM": cut.BM,
+            "BN": cut.BN,
+            "BD": cut.BD,
+            **self._columns,
+        }
+        over_keys = {"num_warps": cut.warps, "num_stages": cut.stages}
+        if biased:
+            # both passes must round a logit alike: product and bias are not to be fused in one of them alone
+            over_keys["enable_fp_fusion"] = False
+        over_rows = {"num_warps": cut.row_warps}
+        if not host.on_rocm():
+            # left alone, ptxas spills a few registers of these to let one block more reside on a multiprocessor
+            over_rows["maxnreg"] = _ALL_REGISTERS
+            ragged = head_dim != host.power_of_two(head_dim)
+            if wide or biased or ragged or self.softcap > 0 or self._slots > 32 or self._token_kind == 2:
+                over_keys["maxnreg"] = _ALL_REGISTERS
+
+        def launch(kernel: Any, programs: int, options: dict[str, int], **sizes: int) -> Launch:
+            return Launch(
+                kernel, programs, _asked_by(kernel, arguments), _asked_by(kernel, {**constants, **sizes}), options
             )
+
+        tiles = num_s * num_groups * num_tiles * splits
+        yield launch(select, tiles, over_keys)
+        yield launch(merge, -(-total // cut.BR), over_rows, BE=cut.BG, BR=cut.BR)
+        if self._with_eigenvalue or self._step_kind or self._token_kind:
+            yield launch(spread, tiles, over_keys, BE=cut.BE)
+        yield launch(finish, query.shape[1], over_rows, BE=cut.BG, BR=cut.BF)
+
+    def _splits(self, num_s: int, num_rows: int) -> int:
+        """Parts that each tile's keys are cut into, for so many sequences and rows of each and of a key head."""
+        programs = num_s * self.key.shape[1] * -(-num_rows // host.tile_rows(num_rows))
+        return host.choose_splits(programs, self.key.shape[2], _processors(self.query.device))
+
+    @cached_property
+    def _wanted(self) -> set[str]:
+        """Metrics with a column that the call has the inputs for."""
+        packing = Packing(tuple(self.metrics.split(",")))
+        has = {
+            "": True,
+            "value": self.tokens is not None,
+            "sinks": self.sinks is not None,
+            "softcap": self.softcap > 0,
+        }
+        return {name for name in (*packing.means, *packing.maxima) if has[METRICS[name].needs]}
+
+    @cached_property
+    def _columns(self) -> dict[str, int]:
+        columns = Packing(tuple(self.metrics.split(","))).columns
+        return {constant: columns.index(name) if name in self._wanted else -1 for constant, name in COLUMNS.items()}
+
+    @property
+    def _group(self) -> int:
+        return self.query.shape[1] // self.key.shape[1]
+
+    @property
+    def _kept(self) -> int:
+        return max(self.top_n, host.LEAST_KEPT)
+
+    @property
+    def _slots(self) -> int:
+        return host.power_of_two(self._kept)
+
+    @property
+    def _step_kind(self) -> int:
+        if "jacobian_fd" not in self._wanted:
+            return 0
+        return 2 if self.fd_epsilon / self.tau > host.LARGE_STEP else 1
+
+    @property
+    def _with_eigenvalue(self) -> bool:
+        return not self._wanted.isdisjoint({"jacobian", "jacobian_max"})
+
+    @property
+    def _token_kind(self) -> int:
+        if self.tokens is None or self._wanted.isdisjoint({"separability", "distance"}):
+            return 0
+        return 1 if self.unit_tokens else 2
+
+    @property
+    def _width(self) -> int:
+        return 1 if self.tokens is None or not self._token_kind else self.tokens.shape[3]
+
+    @property
+    def _widen(self) -> bool:
+        # the interpreter multiplies the bit patterns of bfloat16
+        return self.query.dtype != self.key.dtype or host.interpreted()
 
 
 @cache
@@ -200,168 +372,8 @@ def _processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def splits_of(programs: int, num_keys: int, device: torch.device) -> int:
-    """Parts that each tile's keys are cut into."""
-    return host.choose_splits(programs, num_keys, _processors(device))
-
-
-class _Call:
-    """What all launches of a call have in common."""
-
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        tokens: Tensor | None,
-        sinks: Tensor | None,
-        softcap: float,
-        tau: float,
-        fd_epsilon: float,
-        top_n: int,
-        unit_tokens: bool,
-        metrics: list[str],
-    ) -> None:
-        self.query, self.key, self.tokens, self.sinks = query, key, tokens, sinks
-        self.softcap, self.tau, self.fd_epsilon, self.top_n = softcap, tau, fd_epsilon, top_n
-        packing = Packing(tuple(metrics))
-        has = {"": True, "value": tokens is not None, "sinks": sinks is not None, "softcap": softcap > 0}
-        names = {*packing.means, *packing.maxima}
-        wanted = {name for name in names if has[METRICS[name].needs]}
-        self.columns = {
-            constant: packing.columns.index(name) if name in wanted else -1 for constant, name in _COLUMNS.items()
-        }
-        self.group = query.shape[1] // key.shape[1]
-        self.kept = max(top_n, host.LEAST_KEPT)
-        self.slots = host.power_of_two(self.kept)
-        step = fd_epsilon / tau
-        self.fd = 0 if "jacobian_fd" not in wanted else 2 if step > host.LARGE_STEP else 1
-        self.jacobian = "jacobian" in wanted or "jacobian_max" in wanted
-        self.with_tokens = 0
-        if tokens is not None and wanted & {"separability", "distance"}:
-            self.with_tokens = 1 if unit_tokens else 2
-        self.width = 1 if tokens is None or not self.with_tokens else tokens.shape[3]
-        # the interpreter multiplies the bit patterns of bfloat16
-        self.widen = query.dtype != key.dtype or host.interpreted()
-
-    def _splits(self, num_s: int, num_rows: int) -> int:
-        programs = num_s * self.key.shape[1] * -(-num_rows // host.tile_rows(num_rows))
-        return splits_of(programs, self.key.shape[2], self.query.device)
-
-    def bytes_per_row(self, rows_of_head: int) -> int:
-        """Scratch that a row takes."""
-        splits = self._splits(1, rows_of_head * self.group)
-        return 4 * _floats_per_row(splits, self.slots, self.width)
-
-    def launches(
-        self,
-        accumulator: Tensor,
-        rows: Tensor,
-        live: Tensor | None,
-        attn_mask: Tensor | None,
-        key_padding_mask: Tensor | None,
-        table: Tensor,
-        scale: float,
-        first_sequence: int,
-        sequence_step: int,
-    ) -> Iterator[Launch]:
-        """The launches for some of the rows."""
-        query, key, tokens, sinks = self.query, self.key, self.tokens, self.sinks
-        num_s, num_r = rows.shape[1:]
-        num_groups, num_keys, head_dim = key.shape[1:]
-        num_rows = num_r * self.group
-        total = num_s * num_groups * num_rows
-        splits = self._splits(num_s, num_rows)
-        if tokens is None:
-            tokens = key
-        x_strides = (tokens.stride(0), tokens.stride(1) if tokens.shape[1] > 1 else 0, *tokens.stride()[2:])
-        padding, padding_kind, padding_least = _mask(key_padding_mask)
-        mask, mask_kind, mask_least = _mask(attn_mask)
-        biased = padding_kind == 2 or mask_kind == 2
-        wide = query.dtype == torch.float32 or self.widen
-        cut = host.tiles(num_rows, head_dim, self.width, wide, biased and self.fd == 2, self.slots, splits)
-        num_tiles = -(-num_rows // cut.BM)
-        programs = num_s * num_groups * num_tiles * splits
-        scratch = _Scratch(total, splits, self.slots, self.width, query.device)
-        padding_strides = (0, 0) if padding is None else padding.stride()
-        mask_strides = (0, 0, 0, 0)
-        if mask is not None:
-            mask_strides = tuple(0 if size == 1 else step for size, step in zip(mask.shape, mask.stride(), strict=True))  # type: ignore[assignment]
-        # everything that a kernel may ask for, by the name of its parameter; each gets what it has a parameter for
-        given = {
-            "q": query,  # [B, H, Lq, D]
-            "k": key,  # [B, Hkv, Lk, D]
-            "x": tokens,  # [B, Hkv or 1, Lk, E]
-            "rows": rows,  # int32 [fields, S, R], see ``host.row_table``
-            "live": rows if live is None else live.view(torch.uint8),  # [S, R]
-            "padding": rows if padding is None else padding,  # [B, Lk]
-            "mask": rows if mask is None else mask,  # [B or 1, H or 1, Lq or 1, Lk]
-            "sinks": rows if sinks is None else sinks,  # [H]
-            "table": table,  # directions' entries
-            "accumulator": accumulator,  # float64 [columns, H]
-            **scratch.pieces,
-            "scale": scale,
-            "softcap": self.softcap,
-            "padding_least": padding_least,  # at or below it a float padding mask hides a key
-            "mask_least": mask_least,
-            "tau": self.tau,
-            "epsilon": self.fd_epsilon,
-            "step": self.fd_epsilon / self.tau,  # length of the finite difference, in logits
-            "first_sequence": first_sequence,  # row s is of sequence first_sequence + s * sequence_step
-            "sequence_step": sequence_step,
-            "num_rows": num_rows,  # of a sequence and key head: positions x heads of the group
-            "num_tiles": num_tiles,  # of BM rows each
-            "num_groups": num_groups,  # key heads
-            "num_keys": num_keys,
-            "num_here": num_s * num_r,  # rows of a head
-            "num_total": total,  # rows of all heads
-            "num_heads": query.shape[1],
-            "row_stride": rows.stride(1),
-            "field_stride": rows.stride(0),
-            **_strides("q", "bhld", query.stride()),
-            **_strides("k", "bhld", key.stride()),
-            **_strides("x", "bhld", x_strides),
-            **_strides("padding", "bl", padding_strides),
-            **_strides("mask", "bhqk", mask_strides),
-        }
-        flags = {
-            "GROUP": self.group, "D": head_dim, "WIDEN": self.widen, "K": self.kept, "KP": self.slots,
-            "SPLITS": splits, "PADDING": padding_kind, "MASK": mask_kind, "CAP": self.softcap > 0, "FD": self.fd,
-            "TABLE": TABLE_SIZE, "BM": cut.BM, "BN": cut.BN, "BD": cut.BD,
-        }  # fmt: skip
-        row_flags = {
-            "GROUP": self.group, "K": self.kept, "KP": self.slots, "N": self.top_n, "SPLITS": splits,
-            "SINK": sinks is not None, "FD": self.fd, "TABLE": TABLE_SIZE, "JACOBIAN": self.jacobian,
-            "TOKENS": self.with_tokens, "E": self.width, "BE": cut.BG,
-        }  # fmt: skip
-        loop = {"num_warps": cut.warps, "num_stages": cut.stages}
-        if biased:
-            # both passes must round a logit alike: product and bias are not to be fused in one of them alone
-            loop["enable_fp_fusion"] = False
-        by_row = {"num_warps": cut.row_warps}
-        if not host.on_rocm():
-            # left alone, ptxas spills a few registers of these to let one block more reside on a multiprocessor
-            by_row["maxnreg"] = _ALL_REGISTERS
-            ragged = head_dim != host.power_of_two(head_dim)
-            if wide or biased or ragged or self.softcap > 0 or self.slots > 32 or self.with_tokens == 2:
-                loop["maxnreg"] = _ALL_REGISTERS
-
-        yield Launch(select, programs, _asked_by(select, given), flags, loop)
-        yield Launch(merge, -(-total // cut.BR), _asked_by(merge, given), {**row_flags, "BR": cut.BR}, by_row)
-        if self.jacobian or self.fd or self.with_tokens:
-            terms = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}[tokens.dtype]
-            more = {
-                "JACOBIAN": self.jacobian,
-                "TOKENS": self.with_tokens,
-                "E": self.width,
-                "TERMS": terms,
-                "BE": cut.BE,
-            }
-            yield Launch(spread, programs, _asked_by(spread, given), {**flags, **more}, loop)
-        last = {**row_flags, "LIVE": live is not None, "BR": cut.BF, **self.columns}
-        yield Launch(finish, query.shape[1], _asked_by(finish, given), last, by_row)
-
-
 def _asked_by(kernel: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the numbers that a kernel has a parameter for; a parameter without one fails when it is launched."""
     return {name: given[name] for name in kernel.arg_names if name in given}
 
 
@@ -369,14 +381,30 @@ def _strides(name: str, axes: str, strides: Sequence[int]) -> dict[str, int]:
     return {f"{name}_stride_{axis}": stride for axis, stride in zip(axes, strides, strict=True)}
 
 
+def _shared(tensor: Tensor) -> list[int]:
+    """Strides of a tensor whose axes of one entry stand for all: 0 over those."""
+    return [0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+
+
 _ALL_REGISTERS = 255  # of a thread of an NVIDIA device
 
-_COLUMNS = {
-    "ENTROPY": "entropy", "ENTROPY_NORM": "entropy_norm", "LOGIT_STD": "logit_std", "MAX_PROB": "max_prob",
-    "TOP_MASS": "top_mass", "FIRST_MASS": "first_mass", "SINK_MASS": "sink_mass", "SEPARABILITY": "separability",
-    "JACOBIAN_MEAN": "jacobian", "JACOBIAN_FD": "jacobian_fd", "DISTANCE": "distance", "MAX_LOGIT": "max_logit",
-    "MAX_UNCAPPED": "max_logit_uncapped", "JACOBIAN_MAX": "jacobian_max",
-}  # fmt: skip
+COLUMNS = {
+    "ENTROPY": "entropy",
+    "ENTROPY_NORM": "entropy_norm",
+    "LOGIT_STD": "logit_std",
+    "MAX_PROB": "max_prob",
+    "TOP_MASS": "top_mass",
+    "FIRST_MASS": "first_mass",
+    "SINK_MASS": "sink_mass",
+    "SEPARABILITY": "separability",
+    "JACOBIAN_MEAN": "jacobian",
+    "JACOBIAN_FD": "jacobian_fd",
+    "DISTANCE": "distance",
+    "MAX_LOGIT": "max_logit",
+    "MAX_UNCAPPED": "max_logit_uncapped",
+    "JACOBIAN_MAX": "jacobian_max",
+}
+"""Constant of ``finish`` -> metric whose column it is."""
 
 
 def _mask(mask: Tensor | None) -> tuple[Tensor | None, int, float]:
@@ -388,25 +416,36 @@ def _mask(mask: Tensor | None) -> tuple[Tensor | None, int, float]:
     return mask, 2, mask_threshold(mask.dtype)
 
 
-def _floats_per_row(splits: int, slots: int, width: int) -> int:
-    fields = int(S_FIELDS.value), int(P_FIELDS.value), int(R_FIELDS.value)
-    return splits * (fields[0] + fields[1] + 1 + 2 * slots) + fields[2] + 4 * slots + width
+def _numbers_per_row(splits: int, slots: int, width: int) -> dict[str, int]:
+    """How many numbers of 32 bits each partial result takes per row, in the order in which they lie in memory."""
+    return {
+        "partial_select": splits * SELECT_FIELDS,
+        "part_z": splits * slots,
+        "part_i": splits * slots,
+        "record": RECORD_FIELDS,
+        "list_z": slots,
+        "list_i": slots,
+        "near_square": slots,
+        "near_excess": slots,
+        "s_vectors": width,
+        "partial_spread": splits * SPREAD_FIELDS,
+        "nearest": splits,
+    }
 
 
-class _Scratch:
-    """Partial results between launches, all in one allocation; every number is written before it is read."""
+def _scratch(total: int, splits: int, slots: int, width: int, device: torch.device) -> dict[str, Tensor]:
+    """Room for the partial results of ``total`` rows, all in one allocation; every number is written before it is read.
 
-    def __init__(self, total: int, splits: int, slots: int, width: int, device: torch.device) -> None:
-        buffer = torch.empty(total * _floats_per_row(splits, slots, width), dtype=torch.float32, device=device)
-        sizes = (
-            splits * S_FIELDS.value, splits * slots, splits * slots, R_FIELDS.value, slots, slots, slots, slots, width,
-            splits * P_FIELDS.value, splits,
-        )  # fmt: skip
-        names = (
-            "partial_select", "part_z", "part_i", "record", "list_z", "list_i", "near_square", "near_excess",
-            "s_vectors", "partial_spread", "nearest",
-        )  # fmt: skip
-        pieces = dict(zip(names, buffer.split([total * size for size in sizes]), strict=True))
-        for name in ("part_i", "list_i", "nearest"):  # indices of keys
-            pieces[name] = pieces[name].view(torch.int32)
-        self.pieces = pieces
+    Args:
+        total: rows of all heads.
+        splits: parts that the keys are cut into.
+        slots: of a row's list of largest logits.
+        width: E of the token vectors.
+        device: where the room is.
+    """
+    sizes = {name: total * numbers for name, numbers in _numbers_per_row(splits, slots, width).items()}
+    buffer = torch.empty(sum(sizes.values()), dtype=torch.float32, device=device)
+    pieces = dict(zip(sizes, buffer.split(list(sizes.values())), strict=True))
+    for name in ("part_i", "list_i", "nearest"):  # indices of keys
+        pieces[name] = pieces[name].view(torch.int32)
+    return pieces

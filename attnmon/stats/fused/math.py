@@ -1,6 +1,6 @@
 """Functions of numbers that the kernels share, accurate where the obvious expression cancels.
 
-They use exp and log alone, so that they run on every target and in the interpreter.
+The functions use exp and log alone, so that they run on every target and in the interpreter.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ import triton
 import triton.language as tl
 
 from attnmon.stats.fused.fields import (
+    JUST_ABOVE,
+    LEAST_GAP,
+    LEAST_SINK_LEAD,
+    LIFT,
+    MAX_SINK,
     MAX_SINK_LEAD,
     TINY,
 )
-
-LEAST_GAP = tl.constexpr(1e-12)
-MAX_SINK = tl.constexpr(1e17)  # of e_s; Lambda is 1 in float32 long before, and squares must not overflow
 
 
 @triton.jit
@@ -56,9 +58,18 @@ def tanh(x):
 
 @triton.jit
 def secular_step(mu, second, gap, others, tail_weight, tail_residue, sink, HAS_SINK: tl.constexpr):
-    """One fixed-point step towards the root second + mu of the secular equation (see ``stats/jacobian.py``).
+    """The next mu of a fixed-point iteration towards the root Lambda = second + mu of the secular equation.
 
-    mu, second, gap (1 - e_2), tail_weight, tail_residue, sink: [R]; others: [R, K], e without the largest.
+    The equation and the step are those of ``stats/streaming/eigenvalue.py``.
+
+    Args:
+        mu: [R], the present estimate.
+        second: [R], e_2.
+        gap: [R], 1 - e_2.
+        others: [R, K], e of the K largest, 0 in place of the largest.
+        tail_weight: [R], pole that stands for the keys beyond the K largest.
+        tail_residue: [R], weight of that pole.
+        sink: [R], e_s; not read without HAS_SINK.
     """
     gap = tl.maximum(gap, LEAST_GAP)
     distance = tl.maximum(second[:, None] - others + mu[:, None], TINY)
@@ -85,7 +96,20 @@ def secular_step(mu, second, gap, others, tail_weight, tail_residue, sink, HAS_S
 
 
 @triton.jit
+def just_above(root):
+    """The next number above an eigenvalue's estimate [R], should it sit on a weight or should all weights be 0."""
+    return root * JUST_ABOVE + LIFT
+
+
+@triton.jit
 def sink_lead(sinks, head, largest, seen):
-    """A sink's logit over the row's largest, held where exp neither overflows nor is missed."""
+    """A sink's logit minus the row's largest, [R], held where exp neither overflows nor is missed.
+
+    Args:
+        sinks: pointer to [H] logits.
+        head: [R], the row's query head.
+        largest: [R], the row's largest logit.
+        seen: bool [R], which rows exist.
+    """
     logit = tl.load(sinks + head, mask=seen, other=0.0).to(tl.float32)
-    return tl.minimum(tl.maximum(logit - largest, -1e4), MAX_SINK_LEAD)
+    return tl.minimum(tl.maximum(logit - largest, LEAST_SINK_LEAD), MAX_SINK_LEAD)

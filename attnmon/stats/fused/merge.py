@@ -1,6 +1,6 @@
 """``merge``, between the passes: a row's partial results become one, and its selected token vectors are gathered.
 
-What each number is says ``stats/rows.py``, whose arithmetic this follows.
+The arithmetic is that of ``stats/streaming/softmax_rows.py``, which says what each number is.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ import triton
 import triton.language as tl
 
 from attnmon.stats.fused.fields import (
+    FIRST_STEPS,
     INFINITY,
+    LEAST_DEPTH,
+    LEAST_GAP,
     LEAST_NORMAL,
     LOWEST,
     NOWHERE,
@@ -27,7 +30,6 @@ from attnmon.stats.fused.fields import (
     R_SECOND,
     R_STD,
     R_STEP,
-    R_TAIL,
     R_TAIL_SQUARE,
     R_TOP,
     R_UNCAPPED,
@@ -47,13 +49,7 @@ from attnmon.stats.fused.fields import (
     T_DIRECTION,
     TINY,
 )
-from attnmon.stats.fused.math import (
-    expm1,
-    secular_step,
-    sink_lead,
-)
-
-FIRST_STEPS = tl.constexpr(4)  # towards the eigenvalue from the middle of its interval, the tail as one pole
+from attnmon.stats.fused.math import expm1, secular_step, sink_lead
 
 
 @triton.jit(do_not_specialize=["first_sequence", "sequence_step", "num_groups"])
@@ -65,9 +61,10 @@ def merge(
     SINK: tl.constexpr, FD: tl.constexpr, TABLE: tl.constexpr, JACOBIAN: tl.constexpr, TOKENS: tl.constexpr,
     E: tl.constexpr, BE: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """The splits of ``select`` as one; the K largest in order; first estimate of the eigenvalue; s.
+    """Merge the splits of ``select``: a row's record, its K largest in order, a first eigenvalue, and s.
 
-    Equal logits come in the order of their keys. Slots without a key hold logit -inf and key NOWHERE.
+    Equal logits come in the order of their keys. Slots without a key hold logit -inf and key NOWHERE. The package's
+    docstring says what each argument is.
     """
     at = (tl.program_id(0) * BR + tl.arange(0, BR)).to(tl.int64)
     seen = at < num_total
@@ -135,7 +132,6 @@ def merge(
     tl.store(own + R_FIRST * num_total, tl.exp(first_z - largest), mask=seen)
     tl.store(own + R_TOP * num_total, tl.sum(tl.where(slot < N, e, 0.0), 1), mask=seen)
     tl.store(own + R_UNCAPPED * num_total, uncapped, mask=seen)
-    tl.store(own + R_TAIL * num_total, tail, mask=seen)
     tl.store(own + R_TAIL_SQUARE * num_total, tail_square, mask=seen)
     keep = at[:, None] * KP + slot
     tl.store(list_z + keep, top_z, mask=seen[:, None])
@@ -143,15 +139,14 @@ def merge(
 
     if JACOBIAN:
         second = tl.sum(tl.where(slot == 1, e, 0.0), 1)
-        # an empty slot is at -inf: 1 - e_2 is 1
         second_depth = tl.max(tl.where(slot == 1, top_depth, float("-inf")), 1)
-        apart = -expm1(tl.maximum(second_depth, -100.0))
+        apart = -expm1(tl.maximum(second_depth, LEAST_DEPTH))
         weights = tl.where(slot > 0, e, 0.0)
         pole = tl.minimum(tail_square / tl.maximum(tail, TINY), second)
         sink = tail
         if SINK:
             sink = tl.exp(sink_lead(sinks, head, largest, seen))
-        mu = tl.maximum(apart, 1e-12) * 0.5
+        mu = tl.maximum(apart, LEAST_GAP) * 0.5
         for _ in range(FIRST_STEPS):
             mu = secular_step(mu, second, apart, weights, pole, tail, sink, SINK)
         tl.store(own + R_MU * num_total, tl.where(apart > 0.0, mu, 0.0), mask=seen)

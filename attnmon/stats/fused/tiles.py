@@ -5,18 +5,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnmon.stats.fused.fields import (
-    NOWHERE,
-    T_HIGH,
-    T_LOW,
-    T_POSITION,
-)
+from attnmon.stats.fused.fields import NOWHERE, T_HIGH, T_LOW, T_POSITION
 from attnmon.stats.fused.math import tanh
 
 
 @triton.jit
 def rows_of_tile(rows, row_stride, field_stride, s, tile, num_rows, GROUP: tl.constexpr, BM: tl.constexpr):
-    """Row numbers of a tile within its sequence and key head, head in group, position and key range; each [BM]."""
+    """The rows of a tile: BM rows of sampled sequence s and of one key head, from row tile * BM on.
+
+    Returns, each [BM]:
+        row: numbers within the sequence and key head.
+        inside: whether there is such a row.
+        at: pointers to the rows' entries in ``rows``.
+        position: of the query.
+        low, high: range of keys that the row can see at most.
+    """
     row = tile * BM + tl.arange(0, BM)
     inside = row < num_rows
     at = rows + s * row_stride + row // GROUP
@@ -28,7 +31,12 @@ def rows_of_tile(rows, row_stride, field_stride, s, tile, num_rows, GROUP: tl.co
 
 @triton.jit
 def keys_of_split(low, high, split, SPLITS: tl.constexpr, BN: tl.constexpr):
-    """[start, stop) of a split of the keys that any of the rows can see, in whole blocks."""
+    """[start, stop) of one of SPLITS parts of the keys that any row of a tile can see, in whole blocks of BN.
+
+    Args:
+        low, high: [BM], range of keys that each row can see at most.
+        split: which part.
+    """
     sees = high > low
     begin = tl.min(tl.where(sees, low, NOWHERE), 0) // BN * BN
     end = tl.max(tl.where(sees, high, 0), 0)
@@ -67,9 +75,15 @@ def products(
     q_first, q_rows, q_stride_d, inside, k_block, k_stride_l, k_stride_d, num_here,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """q.k of a tile's rows and a block of keys, float32 [BM, BN]; ``num_here`` of the keys exist.
+    """q.k of a tile's rows and a block of keys, float32 [BM, BN].
 
-    WIDEN: products in float32 of numbers that are narrower; exact for 16 bits either way.
+    Args:
+        q_first: [BM, BD], the queries' first chunk, as of ``query_chunk``.
+        q_rows: [BM], pointers to the queries.
+        inside: bool [BM], which rows exist.
+        k_block: pointer to the block's first key.
+        num_here: keys that exist from there on.
+        WIDEN: 16-bit numbers are multiplied as float32; the products are exact either way.
     """
     product = tl.zeros([BM, BN], tl.float32)
     if D <= BD:
@@ -91,7 +105,16 @@ def visible_logits(
     mask_rows, mask_stride, mask_least, num_keys,
     BN: tl.constexpr, PADDING: tl.constexpr, MASK: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """z and, with a softcap, z without it; and which keys are visible. PADDING and MASK: 0 none, 1 bool, 2 float."""
+    """Logits z of a block of keys, z without the softcap, and which keys are visible; each [BM, BN].
+
+    Args:
+        product: [BM, BN], of ``products``.
+        low, high: [BM], range of keys that each row can see at most.
+        start: the block's first key.
+        padding_row: pointer to the sequence's padding mask.
+        mask_rows: [BM], pointers to the rows' attention masks.
+        PADDING, MASK: 0 none, 1 bool, 2 float.
+    """
     j = start + tl.arange(0, BN)
     visible = (j[None, :] >= low[:, None]) & (j[None, :] < high[:, None])
     z = product * scale
@@ -121,5 +144,8 @@ def visible_logits(
 
 @triton.jit
 def directions(table, offset, j, visible, TABLE: tl.constexpr):
-    """Entries of the rows' directions, 0 at hidden keys."""
+    """Entries of the rows' directions at keys ``j`` [BN], [BM, BN]; 0 where a key is not ``visible``.
+
+    ``offset`` [BM] are the directions' places in the table.
+    """
     return tl.load(table + ((offset[:, None] + j[None, :]) & (TABLE - 1)), mask=visible, other=0.0)

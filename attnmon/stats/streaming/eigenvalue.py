@@ -20,7 +20,7 @@ EIGENVALUE_CANDIDATES = 5
 """Largest weights that enter the eigenvalue exactly; enough for it to settle."""
 
 _FIRST_ITERATIONS = 2  # from the middle of the interval, with a model of the tail
-_MORE_ITERATIONS = 2  # from there, with its true sums: to float32 accuracy on every row tried
+_MORE_ITERATIONS = 2  # from the first root, with the tail's true sums: to float32 accuracy on every row tried
 _LEAST_GAP = 1e-12
 _TINY = 1e-30
 _MAX_SINK = 1e17  # of e_s; Lambda is 1 in float32 long before, and squares must not overflow
@@ -29,12 +29,17 @@ _MAX_SINK = 1e17  # of e_s; Lambda is 1 in float32 long before, and squares must
 def scaled_eigenvalue(
     e_top: Tensor, d_top: Tensor, tail: Tensor, tail_sum: Tensor, tail_square: Tensor, sink: Tensor | None
 ) -> Tensor:
-    """Z lambda_max of each row: solved with the few largest weights, then once more with all others' true sums.
+    """Z lambda_max of each row, [...].
+
+    The equation is solved with the few largest weights and a model of the tail, then again with the tail's true sums.
 
     Args:
         e_top, d_top: [K, ...] the largest e, descending, and their logarithms; e_top[0] == 1.
-        tail: [..., Lk] e of the others, 0 at those K; its sum and sum of squares, [...].
+        tail: [..., Lk] e of the other keys, 0 at the K largest.
+        tail_sum, tail_square: [...] sums of ``tail`` and of its squares.
         sink: [...] e_s, or None.
+
+    Source: the project's definitions, section 4.
     """
     few = min(e_top.shape[0], EIGENVALUE_CANDIDATES)
     top, rest = e_top[:few], e_top[few:]
@@ -45,7 +50,7 @@ def scaled_eigenvalue(
         gap = -torch.expm1(d_top[1])
     solver = SecularRoot(top, gap, tail_sum + rest.sum(0), tail_square + rest.square().sum(0), sink)
     # just above every other weight, should the root sit on one or all be 0
-    above = solver.root * (1.0 + torch.finfo(tail.dtype).eps) + 1e-30
+    above = solver.root * (1.0 + torch.finfo(tail.dtype).eps) + _TINY
     ratio = torch.sub(above[..., None], tail, out=scratch("work", tail.shape, tail))
     torch.div(tail, ratio, out=ratio)
     ratio_rest = rest / (above - rest)
@@ -56,14 +61,20 @@ def scaled_eigenvalue(
 
 
 class SecularRoot:
-    """Solves the equation for many rows: once with a model of the tail, again with the tail's true sums."""
+    """Solves the secular equation for many rows: once with a model of the tail, again with the tail's true sums.
+
+    Attributes:
+        root: [...], the present estimate of Lambda.
+    """
 
     def __init__(self, top: Tensor, gap: Tensor, tail_sum: Tensor, tail_square: Tensor, sink: Tensor | None) -> None:
-        """Args, all float32:
-        top: [K, ...] the largest e, descending, top[0] == 1; zeros where a row has fewer keys.
-        gap: [...], 1 - top[1] without cancellation.
-        tail_sum, tail_square: [...] sums of e and e^2 over the keys beyond K.
-        sink: [...] e_s, or None.
+        """Solve with a model of the tail.
+
+        Args, all float32:
+            top: [K, ...] the largest e, descending, top[0] == 1; zeros where a row has fewer keys.
+            gap: [...], 1 - top[1] without cancellation.
+            tail_sum, tail_square: [...] sums of e and e^2 over the keys beyond K.
+            sink: [...] e_s, or None.
         """
         self._second = top[1]
         self._gap = gap
@@ -84,8 +95,11 @@ class SecularRoot:
         """Solve again with the tail's own value and slope at the present root.
 
         Args:
-            tail_value: sum over the tail of e / (root - e).
-            tail_slope: sum over the tail of e / (root - e)^2.
+            tail_value: [...], sum over the tail of e / (root - e).
+            tail_slope: [...], sum over the tail of e / (root - e)^2.
+
+        Returns:
+            [...], the new root.
         """
         # a / (Lambda - b) with this value and slope at the root
         distance = tail_value / tail_slope.clamp(min=_TINY)

@@ -1,4 +1,6 @@
-"""|softmax(z + a) - softmax(z)| of rows without cancellation (definitions, section 4; paper, Algorithm 5).
+"""|softmax(z + a) - softmax(z)| of rows without cancellation.
+
+Source: paper, Algorithm 5, with the corrections of the project's definitions, section 4.
 
 Weights are unnormalized, e = exp(z - max z), so the largest is exactly 1 and the others' sum is what is left of Z.
 """
@@ -17,17 +19,18 @@ EXPM1_LIMIT = 1.0  # of eps / tau, which bounds |a|; far beyond, 1 + expm1(a) an
 def small_step(
     x: Tensor, tail: Tensor, index: Tensor, e_top: Tensor, tail_sum: Tensor, tail_square: Tensor, sink: Tensor | None
 ) -> Tensor:
-    """The length of the change, [S, H, R], given x = expm1(a).
+    """The length of the change of softmax, [S, H, R], given x = expm1(a).
 
     With y_j = x_j - x_t, t the largest key, and E = sum p y, key j's weight changes by
     p_j (y_j - E) / (1 + x_t + E). The largest key has y = 0 exactly, so nothing of order one is subtracted.
 
     Args:
         x: broadcastable to [S, H, R, Lk].
-        tail: [S, H, R, Lk], e beyond the K largest; its sum and sum of squares, [S, H, R].
-        index: int64 [S, H, R, K], the K largest.
-        e_top: [K, S, H, R], theirs, descending, e_top[0] == 1; 0 at masked keys.
-        sink: e of a learned sink, whose logit stays where it is, or None.
+        tail: [S, H, R, Lk], e of keys beyond the K largest, 0 at the K largest.
+        index: int64 [S, H, R, K], the K largest keys.
+        e_top: [K, S, H, R], e of the K largest keys, descending, e_top[0] == 1; 0 at masked keys.
+        tail_sum, tail_square: [S, H, R], sums of ``tail`` and of its squares.
+        sink: [S, H, R], e of a learned sink, whose logit stays where it is, or None.
     """
     x_top = leading(x.expand_as(tail).gather(-1, index))
     tail_x = torch.mul(tail, x, out=scratch("work", tail.shape, tail))
@@ -50,14 +53,14 @@ def small_step(
 
 
 def large_step(d: Tensor, a: Tensor, largest_key: Tensor, others: Tensor, lead: Tensor | None) -> Tensor:
-    """For steps so large that exp(a) leaves float32: through log-weights.
+    """The length of the change of softmax, [S, H, R], through log-weights: for steps whose exp(a) leaves float32.
 
     Args:
-        d: [S, H, R, K], z - max z.
-        a: broadcastable to it.
+        d: [S, H, R, Lk], z - max z.
+        a: the step, broadcastable to [S, H, R, Lk].
         largest_key: int64 [S, H, R, 1].
-        others: Z - 1, [S, H, R].
-        lead: a learned sink's logit minus max z, or None.
+        others: [S, H, R], Z - 1.
+        lead: [S, H, R], a learned sink's logit minus max z, or None.
     """
     origin = a.expand_as(d).gather(-1, largest_key)
     a = a - origin

@@ -7,17 +7,27 @@ from torch import Tensor
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``tensor`` [..., E] in ``dtype`` with its vectors contiguous; itself where it is so already."""
+    """A tensor in another dtype, its vectors contiguous; the tensor itself if it is so already.
+
+    Args:
+        tensor: [..., E].
+        dtype: of the result.
+    """
     if tensor.dtype == dtype and tensor.stride(-1) == 1:
         return tensor
     return torch.empty(tensor.shape, dtype=dtype, device=tensor.device).copy_(tensor)
 
 
 def scores(rows: Tensor, vectors: Tensor, out: Tensor) -> Tensor:
-    """rows @ vectors^T: [S, G, R, E], [S, G, K, E] -> [S, G, R, K], written to ``out``.
+    """rows @ vectors^T, without a copy of the vectors.
 
     Keys as models lay them out, [B, L, H, D] seen as [B, H, L, D], have axes that a batched product cannot fold into
-    one, so ``matmul`` would copy them all; one product a sequence reads them in place.
+    one, so ``matmul`` would copy them all; one product per sequence reads them in place.
+
+    Args:
+        rows: [S, G, R, E].
+        vectors: [S, G, K, E].
+        out: [S, G, R, K], overwritten with the result and returned.
     """
     num_s, num_g = vectors.shape[:2]
     foldable = num_s == 1 or vectors.stride(0) == num_g * vectors.stride(1)
@@ -34,6 +44,7 @@ def gather_vectors(vectors: Tensor, index: Tensor, group: int) -> Tensor:
     Args:
         vectors: [S, G, K, E].
         index: int64 [S, H, R, N], H = G * group.
+        group: query heads per key head.
 
     Returns:
         [S, H, R, N, E].
@@ -43,7 +54,17 @@ def gather_vectors(vectors: Tensor, index: Tensor, group: int) -> Tensor:
 
 
 def weighted_vectors(vectors: Tensor, index: Tensor, factor: Tensor, group: int) -> Tensor:
-    """Sum over N of ``factor`` [S, H, R, N] times the indexed vectors (see ``gather_vectors``): [S, H, R, E]."""
+    """Weighted sum of the indexed vectors of the head's own group.
+
+    Args:
+        vectors: [S, G, K, E].
+        index: int64 [S, H, R, N], H = G * group.
+        factor: [S, H, R, N], weights.
+        group: query heads per key head.
+
+    Returns:
+        [S, H, R, E].
+    """
     if vectors.device.type != "cpu":  # not every device has the operation below
         return (factor[..., None, :] @ gather_vectors(vectors, index, group)).squeeze(-2)
     table, rows = _as_table(vectors, index, group)
@@ -54,7 +75,7 @@ def weighted_vectors(vectors: Tensor, index: Tensor, factor: Tensor, group: int)
 
 
 def lengths_of(vectors: Tensor) -> Tensor:
-    """Euclidean norms over the last axis of [S, G, K, E], read in the order in which they lie in memory."""
+    """Euclidean lengths [S, G, K] of vectors [S, G, K, E], read in the order in which they lie in memory."""
     apart = vectors.stride(1) < vectors.stride(2)
     length: Tensor = torch.linalg.vector_norm(vectors.transpose(1, 2) if apart else vectors, dim=-1)
     return length.transpose(1, 2) if apart else length

@@ -1,4 +1,4 @@
-"""What the arithmetic of a block of rows is told, and what it answers."""
+"""What the arithmetic of a block of rows takes, and what it returns."""
 
 from __future__ import annotations
 
@@ -29,6 +29,14 @@ class Visible:
 
     @classmethod
     def of(cls, mask: Tensor | None, bias: Tensor | None, num_keys: int, dtype: torch.dtype) -> Visible:
+        """Work out the attributes from a mask, a bias, or both.
+
+        Args:
+            mask: bool, broadcastable to [S, H, R, K], or None if all keys are visible; then there is a bias.
+            bias: broadcastable to [S, H, R, K], added to logits, or None.
+            num_keys: K.
+            dtype: of the arithmetic.
+        """
         if mask is None:
             assert bias is not None
             return cls(None, None, bias.to(dtype), num_keys)
@@ -53,11 +61,12 @@ class RowInputs:
         tokens: float32 [S, Hkv or 1, Lk, E], or None.
         inverse_length: float32 [S, Hkv or 1, Lk], what tokens are multiplied by to give x; None for 1.
         perturbation: a = eps v / tau, float32 [S, 1 or H, R, Lk], 0 at masked keys, or expm1 of it; or None.
-        perturbation_is_expm1: which of the two; expm1 wherever eps / tau is at most ``EXPM1_LIMIT``.
+        perturbation_is_expm1: ``perturbation`` is expm1(a); so it is wherever eps / tau is at most ``EXPM1_LIMIT``.
         fd_epsilon: eps.
         first_key: int64 [S, R], perhaps out of range (then no row sees it), or None for 0.
         top_n: N.
-        robust: see ``streaming``.
+        robust: garbage (NaN, infinities) in masked keys is kept away from rows that do not see them, at the price of
+            a few passes more.
     """
 
     z: Tensor
@@ -76,10 +85,12 @@ class RowInputs:
 
     @property
     def mask(self) -> Tensor | None:
+        """``visible.mask``, or None if all keys are visible."""
         return None if self.visible is None else self.visible.mask
 
     @property
     def weight(self) -> Tensor | None:
+        """``visible.weight``, or None if all keys are visible."""
         return None if self.visible is None else self.visible.weight
 
     @property
@@ -91,7 +102,13 @@ class RowInputs:
 
 @dataclass(frozen=True, slots=True)
 class RowOutputs:
-    """Per row, [S, H, R]: the metrics, whether every visible logit was finite, and n (broadcastable)."""
+    """Results per row.
+
+    Attributes:
+        values: metric -> [S, H, R].
+        finite: bool [S, H, R], whether every visible logit was finite.
+        num_keys: n, broadcastable to [S, H, R].
+    """
 
     values: dict[str, Tensor]
     finite: Tensor

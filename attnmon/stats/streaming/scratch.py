@@ -1,7 +1,7 @@
 """Working memory that outlives a call: on a CPU a fresh tensor of megabytes costs more in page faults than its sums.
 
 Buffers belong to a thread, so that replicas that run in threads do not share them, and are as large as the largest
-block that was reduced there: a bounded number of logits (``streaming._BLOCK_CPU``), whatever the length of the rows.
+block that was measured there: a bounded number of logits (``blocks.BLOCK_CPU``), whatever the length of the rows.
 """
 
 from __future__ import annotations
@@ -23,9 +23,15 @@ _buffers = _Buffers()
 
 
 def scratch(name: str, shape: Sequence[int], like: Tensor) -> Tensor:
-    """A contiguous tensor of ``like``'s dtype and device whose contents are undefined.
+    """A contiguous tensor whose contents are undefined.
 
-    It shares memory with the last one of that name in this thread. On devices with a caching allocator it is a new one.
+    On a CPU it shares memory with the last tensor of that name in this thread; on devices with a caching allocator it
+    is a new tensor.
+
+    Args:
+        name: of the buffer.
+        shape: of the tensor.
+        like: a tensor of the wanted dtype and device.
     """
     if like.device.type != "cpu":
         return like.new_empty(shape)

@@ -1,4 +1,6 @@
-"""Separability and distance of a block of rows (paper, section 3).
+"""Separability and distance of a block of rows.
+
+Source: paper, section 3.
 
 Everything is scaled by Z: s' = sum over the selection of e_j x_j and D'_i = |e_i x_i - s'| = Z |p_i x_i - s|.
 Distances are compared through their excess D'^2 - |s'|^2 = e_i (e_i |x_i|^2 - 2 s'.x_i): small weights leave D'

@@ -29,7 +29,14 @@ _MAX_SINK_LEAD = 80.0  # of a sink's logit over the largest key's; exp of more o
 
 
 def row_metrics(inputs: RowInputs, wanted: Collection[str]) -> RowOutputs:
-    """All of ``wanted`` that the inputs allow; rows that are not finite or see nothing hold garbage."""
+    """Metrics of softmax rows, as far as the inputs allow; rows that are not finite or see nothing hold garbage.
+
+    Args:
+        inputs: the rows; their logits are overwritten.
+        wanted: names of metrics.
+
+    Source: paper, sections 2 to 4, as ``reference.py`` states it.
+    """
     values: dict[str, Tensor] = {}
     n, weight = inputs.num_keys, inputs.weight
     z = _final_logits(inputs, values)

@@ -26,7 +26,7 @@ def largest(values: Tensor, count: int, tie_rank: int, floor: float) -> tuple[Te
         values [..., count] and int64 indices [..., count].
     """
     if values.device.type != "cpu":
-        # a tie would have to be looked for on the host; a stable sort answers without waiting
+        # to ask whether there is a tie would wait for the device; a stable sort needs no answer
         ordered, index = values.sort(dim=-1, descending=True, stable=True)
         return ordered[..., :count], index[..., :count]
     top, index = _largest_cpu(values, count)
@@ -40,7 +40,7 @@ def largest(values: Tensor, count: int, tie_rank: int, floor: float) -> tuple[Te
 
 
 def leading(of_largest: Tensor) -> Tensor:
-    """[S, H, R, K] as [K, S, H, R], contiguous: operations on a few numbers a row run along the rows then."""
+    """[S, H, R, K] as [K, S, H, R], contiguous, so that operations on a few numbers per row run along the rows."""
     return of_largest.movedim(-1, 0).contiguous()
 
 
@@ -48,6 +48,10 @@ def chunk_size(length: int, count: int) -> int:
     """Keys per chunk of the two-level search: 1 where one search over all keys is cheaper.
 
     The search looks at length / chunk maxima, then at chunk * count candidates.
+
+    Args:
+        length: keys.
+        count: how many of the largest are looked for.
     """
     fitting = [chunk for chunk in _CHUNKS if length % chunk == 0 and length // chunk >= count]
     best = min(fitting, key=lambda chunk: length / chunk + chunk * count, default=1)

@@ -27,13 +27,16 @@ Normalizer = Callable[[Tensor, "float | Tensor"], Tensor]
 def weight_metrics(
     inputs: RowInputs, weights: Tensor, alpha: float | Tensor, normalizer: Normalizer | None, wanted: Collection[str]
 ) -> RowOutputs:
-    """All of ``wanted`` that the inputs allow; rows that are not finite or see nothing hold garbage.
+    """Metrics of rows with given weights, as far as the inputs allow.
+
+    Rows that are not finite or see nothing hold garbage.
 
     Args:
         inputs: finished logits ``z`` (softcap and sinks are ignored), ``perturbation`` as a = eps v / tau.
         weights: p, [S, H, R, Lk].
         alpha: of the normalizer; a number, or broadcastable to [S, H, R, Lk].
         normalizer: (logits, alpha) -> weights over the last axis, for ``jacobian_fd``; or None.
+        wanted: names of metrics.
     """
     mask, n = inputs.mask, inputs.num_keys
     z, p = inputs.z, weights
@@ -88,10 +91,16 @@ def weight_metrics(
 
 
 def largest_sensitivity(p: Tensor, alpha: float | Tensor) -> Tensor:
-    """lambda_max of diag s - s s^T / sum s, [...], for weights p [..., Lk] of alpha-entmax.
+    """lambda_max of diag s - s s^T / sum s, [...], with s = p^(2 - alpha) on the support of p.
 
     It is (sum s) lambda_max(diag p' - p' p'^T) with p' = s / sum s: the softmax Jacobian of other weights. In units
     of the largest s those are e = exp(d), whose order is that of p for alpha < 2 and the reverse beyond.
+
+    Args:
+        p: [..., Lk], weights of alpha-entmax.
+        alpha: a number, or broadcastable to p.
+
+    Source: Peters, Niculae, Martins (arXiv 1905.05702) for the Jacobian of alpha-entmax.
     """
     support = p > 0
     logs = torch.log(torch.where(support, p, 1.0)) * (2.0 - alpha)
