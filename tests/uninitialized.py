@@ -14,7 +14,7 @@ EMPTY = {
     "attnmon.paper.sweep",
     "attnmon.run.host_copies",
     "attnmon.run.ranks",
-    "attnmon.stats.fused.launch",
+    "attnmon.stats.fused.scratch",
     "attnmon.stats.reference",
     "attnmon.stats.streaming.products",
     "attnmon.stats.streaming.scratch",

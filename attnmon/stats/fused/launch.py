@@ -23,10 +23,10 @@ from torch import Tensor
 from attnmon.metrics import METRICS
 from attnmon.stats.directions import TABLE_SIZE, direction_table
 from attnmon.stats.fused import host
-from attnmon.stats.fused.fields import RECORD_FIELDS, SELECT_FIELDS, SPREAD_FIELDS
 from attnmon.stats.fused.finish import finish
 from attnmon.stats.fused.keys import select, spread
 from attnmon.stats.fused.merge import merge
+from attnmon.stats.fused.scratch import make_scratch, numbers_per_row
 from attnmon.stats.packing import Packing
 from attnmon.stats.plan import Plan, excluded_rows
 from attnmon.stats.settings import Settings
@@ -196,7 +196,7 @@ class CallLaunches:
         num_s, num_r = self.rows.shape[1:]
         heads = self.query.shape[1]
         splits = self._splits(1, num_s * num_r * self._group)
-        bytes_per_row = 4 * sum(_numbers_per_row(splits, self._slots, self._width).values())
+        bytes_per_row = 4 * sum(numbers_per_row(splits, self._slots, self._width).values())
         most = max(1, host.SCRATCH_BYTES // bytes_per_row)
         step_s = max(1, min(num_s, most // heads))
         step_r = max(1, min(num_r, most // (heads * step_s)))
@@ -232,7 +232,7 @@ class CallLaunches:
             "live": rows if live is None else live.view(torch.uint8),
             "table": self.table,
             "accumulator": self.accumulator,
-            **_scratch(total, splits, self._slots, self._width, query.device),
+            **make_scratch(total, splits, self._slots, self._width, query.device),
             "scale": self.scale,
             "softcap": self.softcap,
             "padding_least": padding_least,
@@ -414,38 +414,3 @@ def _mask(mask: Tensor | None) -> tuple[Tensor | None, int, float]:
     if mask.dtype == torch.bool:
         return mask.view(torch.uint8), 1, 0.0
     return mask, 2, mask_threshold(mask.dtype)
-
-
-def _numbers_per_row(splits: int, slots: int, width: int) -> dict[str, int]:
-    """How many numbers of 32 bits each partial result takes per row, in the order in which they lie in memory."""
-    return {
-        "partial_select": splits * SELECT_FIELDS,
-        "part_z": splits * slots,
-        "part_i": splits * slots,
-        "record": RECORD_FIELDS,
-        "list_z": slots,
-        "list_i": slots,
-        "near_square": slots,
-        "near_excess": slots,
-        "s_vectors": width,
-        "partial_spread": splits * SPREAD_FIELDS,
-        "nearest": splits,
-    }
-
-
-def _scratch(total: int, splits: int, slots: int, width: int, device: torch.device) -> dict[str, Tensor]:
-    """Room for the partial results of ``total`` rows, all in one allocation; every number is written before it is read.
-
-    Args:
-        total: rows of all heads.
-        splits: parts that the keys are cut into.
-        slots: of a row's list of largest logits.
-        width: E of the token vectors.
-        device: where the room is.
-    """
-    sizes = {name: total * numbers for name, numbers in _numbers_per_row(splits, slots, width).items()}
-    buffer = torch.empty(sum(sizes.values()), dtype=torch.float32, device=device)
-    pieces = dict(zip(sizes, buffer.split(list(sizes.values())), strict=True))
-    for name in ("part_i", "list_i", "nearest"):  # indices of keys
-        pieces[name] = pieces[name].view(torch.int32)
-    return pieces
