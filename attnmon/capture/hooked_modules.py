@@ -156,7 +156,10 @@ class HookedModules:
         return {id(inner) for module in (*modules, *watched) if module is not None for inner in module.modules()}
 
     def _drop(self, pair: HookPair, site: Site) -> None:
-        """What a module does that is left alone could be taken for a call of those around it: those are silenced."""
+        """Take a module's hooks out for good, and silence the modules around it.
+
+        Without its hooks, a call that it makes could be taken for one of theirs.
+        """
         pair.detach()
         self._attached.remove(pair)
         for index, outer in enumerate(self._sites):

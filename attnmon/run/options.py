@@ -11,11 +11,11 @@ from attnmon.checks import check_choice, check_whole
 from attnmon.errors import AttnmonError
 from attnmon.rules import Rule, RuleSet
 from attnmon.stats.api import resolve_backend
+from attnmon.stats.settings import DEFAULTS as NUMBERS
 from attnmon.stats.settings import Settings
 from attnmon.types import Alert
 from attnmon.writers import Writer
 
-_NUMBERS: dict[str, Any] = {option.name: option.default for option in fields(Settings)}
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -59,11 +59,11 @@ class WatchOptions:
     """
 
     every_n_steps: int = 1
-    rows: int | None = _NUMBERS["rows"]
-    sequences: int | None = _NUMBERS["sequences"]
-    top_n: int = _NUMBERS["top_n"]
-    tokens: str = _NUMBERS["tokens"]
-    fd_epsilon: float = _NUMBERS["fd_epsilon"]
+    rows: int | None = NUMBERS.rows
+    sequences: int | None = NUMBERS.sequences
+    top_n: int = NUMBERS.top_n
+    tokens: str = NUMBERS.tokens
+    fd_epsilon: float = NUMBERS.fd_epsilon
     metrics: tuple[str, ...] | None = None
     include: tuple[str, ...] | None = None
     exclude: tuple[str, ...] | None = None

@@ -18,7 +18,7 @@ import attnmon
 import attnmon.stats.reference
 from attnmon import AttnmonError, AttnmonWarning, Snapshot
 from attnmon.metrics import METRICS
-from attnmon.run.options import DEFAULTS
+from attnmon.run.options import DEFAULTS, WatchKeywords
 from attnmon.writers import Writer
 from tests.models import SMALL_HEADS, SMALL_LENGTH, SMALL_WIDTH, SmallModel, small_inputs
 from tests.run.watching import EVERY_ROW, Keeper, assert_close, attnmon_of, run
@@ -339,6 +339,7 @@ def test_what_is_no_model_or_has_no_attention_is_refused():
 def test_watch_spells_out_every_option_with_its_default():
     parameters = inspect.signature(attnmon.watch).parameters
     assert {name: parameter.default for name, parameter in parameters.items() if name != "model"} == DEFAULTS
+    assert WatchKeywords.__annotations__.keys() == DEFAULTS.keys()
     assert all(re.search(rf"^ +[a-z_, ]*\b{name}\b[a-z_, ]*: ", attnmon.watch.__doc__, re.M) for name in DEFAULTS)
 
 

@@ -87,12 +87,8 @@ class GraphCalls:
         is_cross = query is not key or inputs.is_cross(query.shape[0], key.shape[0])
         is_separate = given.get("use_separate_proj_weight", False)
         device = query.device.type
-        separate = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
-        unused = ("in_proj_weight",) if is_separate else separate
-        read = (*("query", "key", "value", "in_proj_weight", "in_proj_bias"), *separate, "bias_k", "bias_v")
-        tensors = [
-            None if name in unused else _detached(given.get(name)) for name in (*read, "key_padding_mask", "attn_mask")
-        ]
+        unused = ("in_proj_weight",) if is_separate else ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+        tensors = [None if name in unused else _detached(given.get(name)) for name in operators.MHA_TENSORS]
         frame.left += 1
         torch.ops.attnmon.observe_mha(
             operators.ORDER[query.device],

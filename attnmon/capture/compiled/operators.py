@@ -131,8 +131,7 @@ def refuse(order: Tensor, token: Tensor, reason: str) -> None:
         found.refusal(site, reason)
 
 
-@torch.library.custom_op("attnmon::observe_mha", mutates_args=("order",))
-def observe_mha(
+def _observe_mha(
     order: Tensor,
     token: Tensor,
     query: Tensor,
@@ -162,14 +161,18 @@ def observe_mha(
         is_cross: keys come from another sequence than queries.
         autocast: what the projections were computed in; None for the tensors' own dtype.
     """
-    given = {name: passed for name, passed in locals().items() if name not in _NOT_OF_MHA}
+    given = {name: passed for name, passed in locals().items() if name in _MHA_ARGUMENTS}
     found, site = _find(token)
     if found is not None:
         given.update(key=query if is_self else key, use_separate_proj_weight=in_proj_weight is None)
         found.mha(site, given, is_cross, autocast, hidden)
 
 
-_NOT_OF_MHA = frozenset({"order", "token", "is_self", "is_cross", "autocast", "hidden"})
+_MHA_NAMES = tuple(inspect.signature(_observe_mha).parameters)
+_MHA_ARGUMENTS = _MHA_NAMES[2 : _MHA_NAMES.index("is_self")]  # of the function itself
+MHA_TENSORS = _MHA_ARGUMENTS[: _MHA_ARGUMENTS.index("num_heads")]
+"""The tensors among them, in the order of the operator's arguments."""
+observe_mha = torch.library.custom_op("attnmon::observe_mha", _observe_mha, mutates_args=("order",))
 OPERATORS = (observe, observe_logits, observe_rows, observe_mha, refuse)
 
 

@@ -10,8 +10,17 @@ from typing import Any
 
 from torch import nn
 
-from attnmon.capture.patching.links import ORIGINALS, active_link, bottom_id, chain, loaded, namespace_of
-from attnmon.capture.patching.replacement import Links
+from attnmon.capture.patching.links import (
+    ORIGINALS,
+    activate_link,
+    active_link,
+    bottom_id,
+    chain,
+    deactivate_link,
+    loaded,
+    namespace_of,
+    stand_before,
+)
 
 
 class FunctionPatch:
@@ -29,7 +38,6 @@ class FunctionPatch:
         self._known: dict[int, str] = {}  # names of the functions, by identity
         self._loaded: tuple[int, str] | None = None  # what was imported when the bindings were looked for
         self._bindings: list[Binding] = []
-        self._placed: list[tuple[Binding, Any]] = []
 
     def functions(self) -> Iterable[tuple[str, Any]]:
         """(name, function as its package holds it now, perhaps with links before it)."""
@@ -50,8 +58,6 @@ class FunctionPatch:
 
     def install(self) -> None:
         """Put a link before each."""
-        if self._placed:
-            return
         known = {id(chain(function)[-1]): name for name, function in self.functions()}
         if not known:
             return
@@ -63,15 +69,11 @@ class FunctionPatch:
             function = binding.get()
             if not callable(function) or bottom_id(function) not in self._known:
                 continue  # something else is there by now
-            self._placed.append((binding, self._links.put_before(function, self._make, binding.put)))
+            self._links.put_before(binding, self._make)
 
     def remove(self) -> None:
         """Put each back, unless someone else has put something there meanwhile."""
-        self._links.deactivate()
-        while self._placed:
-            binding, link = self._placed.pop()
-            if binding.get() is link:
-                binding.put(active_link(link))
+        self._links.restore()
         if self._known:
             self._clear_late_bindings()
 
@@ -97,6 +99,49 @@ class FunctionPatch:
                 holders[module] = namespace
             yield from (Binding(namespace, name) for name in found)
         yield from self.further(wanted, holders)
+
+
+class Links:
+    """The links of one monitor, by what they stand before and under which name, and where they are."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, str], Any] = {}
+        self._own: set[int] = set()
+        self._placed: list[tuple[Binding, Any]] = []
+
+    def put_before(self, binding: Binding, make: Callable[[Any, Any], Any], name: str = "") -> None:
+        """Put a link where a function is held, unless one of these stands behind that function already.
+
+        Args:
+            binding: where it is held.
+            make: from the function as it is now and the one at the end of the chain to a link.
+            name: tells links of one function apart.
+        """
+        function = binding.get()
+        links = chain(function)
+        made = next((link for link in links[:-1] if id(link) in self._own), None)
+        if made is None:
+            made = self._made.get((id(function), name))
+            if made is None:
+                made = self._made[id(function), name] = make(function, links[-1])
+                self._own.add(id(made))
+                stand_before(made, function)
+            binding.put(made)
+        activate_link(made)
+        self._placed.append((binding, made))
+
+    def owns(self, function: Any) -> bool:
+        """Whether this is one of them."""
+        return id(function) in self._own
+
+    def restore(self) -> None:
+        """Put each function back, unless someone else has put something there meanwhile; no link is in use."""
+        for made in self._made.values():
+            deactivate_link(made)
+        while self._placed:
+            binding, link = self._placed.pop()
+            if binding.get() is link:
+                binding.put(active_link(link))
 
 
 class Binding:

@@ -10,7 +10,6 @@ from typing import Any
 
 from attnmon.call import CallArgs
 from attnmon.capture.observe import CallInterceptor
-from attnmon.capture.patching.links import activate_link, chain, deactivate_link, stand_before
 
 
 class Replacement:
@@ -70,43 +69,3 @@ class Replacement:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (copy.copy, (self.original,))  # which gives a function itself, and needs no attnmon
-
-
-class Links:
-    """The links of one monitor, by what they stand before and under which name."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[int, str], Any] = {}
-        self._own: set[int] = set()
-
-    def put_before(
-        self, function: Any, make: Callable[[Any, Any], Any], put: Callable[[Any], None], name: str = ""
-    ) -> Any:
-        """The link of ``function``, put where that is unless it stands behind it already.
-
-        Args:
-            make: from the function as it is now and the one at the end of the chain to a link.
-            put: puts it there.
-        """
-        links = chain(function)
-        for link in links[:-1]:
-            if id(link) in self._own:
-                activate_link(link)
-                return link
-        made = self._made.get((id(function), name))
-        if made is None:
-            made = self._made[id(function), name] = make(function, links[-1])
-            self._own.add(id(made))
-            stand_before(made, function)
-        activate_link(made)
-        put(made)
-        return made
-
-    def owns(self, function: Any) -> bool:
-        """Whether this is one of them."""
-        return id(function) in self._own
-
-    def deactivate(self) -> None:
-        """None of them is in use."""
-        for made in self._made.values():
-            deactivate_link(made)

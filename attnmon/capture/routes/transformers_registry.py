@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from attnmon.call import CallArgs
 from attnmon.capture.observe import CallInterceptor
-from attnmon.capture.patching.links import active_link
-from attnmon.capture.patching.replacement import Links, Replacement
+from attnmon.capture.patching.function_patch import Binding, Links
+from attnmon.capture.patching.replacement import Replacement
 from attnmon.capture.routes.arguments import matched_boundaries, number
 from attnmon.capture.routes.flex import mask_of
 from attnmon.errors import UnsupportedAttention
@@ -27,7 +27,7 @@ from attnmon.errors import UnsupportedAttention
 if TYPE_CHECKING:
     from attnmon.capture.coverage import Site
 
-_Table = MutableMapping[str, Any]
+_Table = dict[str, Any]
 
 _HARMLESS = frozenset(
     {"dropout", "training", "deterministic", "target_dtype", "layer_idx", "kernel_options", "num_items_in_batch"}
@@ -56,7 +56,6 @@ class RegistryPatch:
         modules = [reference() for reference, _ in watched]
         self._files = list(dict.fromkeys(kind.__module__ for module in modules for kind in type(module).__mro__))
         self._links = Links()
-        self._placed: list[tuple[_Table, str, Replacement]] = []
         self._describer = Describer(self._is_cross)
 
     def install(self) -> None:
@@ -64,16 +63,10 @@ class RegistryPatch:
             for name, function in list(table.items()):
                 if name in ("sdpa", "eager") or name.startswith("paged|") or not callable(function):
                     continue  # torch-level modes see these as they are; paged attention is for inference
-                put = partial(table.__setitem__, name)
-                made = self._links.put_before(function, partial(self._make, name), put, name)
-                self._placed.append((table, name, made))
+                self._links.put_before(Binding(table, name), partial(self._make, name), name)
 
     def remove(self) -> None:
-        self._links.deactivate()
-        while self._placed:
-            table, name, made = self._placed.pop()
-            if table.get(name) is made:
-                table[name] = active_link(made)
+        self._links.restore()
         self._describer.forget()
 
     def _make(self, name: str, current: Callable[..., Any], bottom: Callable[..., Any]) -> Replacement:
