@@ -6,12 +6,23 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
 MASK_KINDS = ("none", "bool", "bool_2d", "bool_batch", "bool_head", "bool_key", "float", "float_inf", "float_min")
 PADDING_KINDS = ("none", "left", "right", "left_float", "right_float")
 WINDOW_KINDS = ("none", "int", "pair", "half_pair")
+
+
+def slow_but(quick, values):
+    """Parameters of a test, marked slow but for those in ``quick``; a tuple holds several parameters."""
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)), marks=() if value in quick else pytest.mark.slow
+        )
+        for value in values
+    ]
 
 
 def draw_call(rng: np.random.Generator | int, **overrides: Any) -> dict[str, Any]:

@@ -22,6 +22,7 @@ pytest.importorskip("pytorch_lightning")
 events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
 from attnmon.lightning import AttentionMonitor  # noqa: E402  after the skip
+from tests.helpers import slow_but  # noqa: E402
 
 TAG = "attnmon/entropy_norm/mean"
 SMALL = {"metrics": ["entropy", "entropy_norm", "max_logit", "logit_std", "effective_temperature"]}
@@ -37,7 +38,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(params=["pytorch_lightning", "lightning.pytorch"])
+@pytest.fixture(params=slow_but(("pytorch_lightning",), ["pytorch_lightning", "lightning.pytorch"]))
 def lightning(request):
     return pytest.importorskip(request.param)
 

@@ -24,6 +24,7 @@ transformers = pytest.importorskip("transformers")
 
 STEPS, ACCUMULATE, BATCH, LENGTH, VOCABULARY = 3, 2, 3, 20, 61
 PATHS = ("transformer.h.0.attn", "transformer.h.1.attn")
+ALL_ROWS = {"rows": None, "sequences": None}
 MODES = ("plain", "accumulate", "reentrant", "non_reentrant", "bf16")
 
 
@@ -142,7 +143,7 @@ bare_run = functools.cache(train)
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
-@pytest.mark.parametrize("options", [{}, {"rows": None, "sequences": None}], ids=["sampled", "all_rows"])
+@pytest.mark.parametrize("options", [{}, pytest.param(ALL_ROWS, marks=pytest.mark.slow)], ids=["sampled", "all_rows"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_plain_loop_is_bit_identical(attention, mode, options):

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import attnmon
 from tests.capture.weights import EVERYTHING, assert_heads, randomize
+from tests.helpers import slow_but
 
 WIDTH, HEADS, LENGTH = 24, 3, 10
 
@@ -131,7 +132,7 @@ WAYS = (
 
 
 @pytest.mark.parametrize("how", WAYS)
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", slow_but(("sdpa", "eager"), LAYERS))
 def test_counts_are_those_without_checkpointing(kind, how):
     if how == "attention alone":
         other = make(kind)

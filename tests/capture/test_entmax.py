@@ -10,7 +10,7 @@ from torch import nn
 import attnmon
 from attnmon.capture.routes.eager_tracker import EagerTracker
 from attnmon.capture.routes.entmax import describe_normalizer
-from tests.helpers import assert_stats_close
+from tests.helpers import assert_stats_close, slow_but
 from tests.stats.weights_oracle import weight_stats
 
 entmax = pytest.importorskip("entmax")
@@ -115,9 +115,7 @@ def test_functions(way, hide):
     check(Model(lambda: SparseAttention(function, hide)), [alpha] * HEADS, way.split()[0])
 
 
-@pytest.mark.parametrize(
-    "route", [pytest.param(name, marks=() if name == "entmax15" else pytest.mark.slow) for name in MODULES]
-)
+@pytest.mark.parametrize("route", slow_but(("entmax15",), MODULES))
 def test_modules(route):
     make, alpha = MODULES[route]
     check(Model(lambda: SparseAttention(make())), [alpha] * HEADS, route)

@@ -14,6 +14,7 @@ from attnmon.capture.patching.links import ORIGINALS
 from attnmon.capture.patching.replacement import Replacement
 from tests.capture.flash_kernel import Kernel
 from tests.capture.weights import EVERYTHING, assert_heads, entropy, watched
+from tests.helpers import slow_but
 
 pytestmark = pytest.mark.filterwarnings("ignore::attnmon.AttnmonWarning")
 
@@ -31,6 +32,7 @@ from flash_attn.flash_attn_interface import flash_attn_qkvpacked_func as packed,
 from flash_attn import flash_attn_varlen_qkvpacked_func, flash_attn_varlen_kvpacked_func
 import torch
 from torch import nn
+from tests.helpers import slow_but
 
 causal_func = functools.partial(flash_attn_func, causal=True)
 TABLE = {"flash": flash_attn_func, "other": None}
@@ -304,9 +306,7 @@ def test_what_was_imported_during_a_step_is_put_right(package, monkeypatch):
 
 
 @pytest.mark.parametrize("first_out", [0, 1])
-@pytest.mark.parametrize(
-    "how", ["global", "table", *(pytest.param(how, marks=pytest.mark.slow) for how in ("static", "held", "partial"))]
-)
+@pytest.mark.parametrize("how", slow_but(("global", "table"), ("global", "table", "static", "held", "partial")))
 def test_two_monitors_unwind_in_any_order(package, how, first_out):
     model = package[1].Model(how)
     before = everything_held(package[1])

@@ -15,7 +15,7 @@ from attnmon.capture.routes.flex import _listed_blocks, mask_of, rows_in_graph
 from attnmon.errors import UnsupportedAttention
 from attnmon.flex_mods import differs_by_head, mask_rows
 from attnmon.stats import reference
-from tests.helpers import assert_stats_close
+from tests.helpers import assert_stats_close, slow_but
 from tests.stats.oracle import training_stats
 
 HEADS, KV_HEADS, LENGTH, WIDTH = 4, 2, 24, 32
@@ -209,9 +209,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize(
-    "way", [*(way for way in WAYS if way != "compiled"), pytest.param("compiled", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("way", slow_but(("held", "by_name"), WAYS))
 def test_every_way_to_call_it(way):
     torch._dynamo.reset()
     net, hidden = Net(WAYS[way]), hidden_states()

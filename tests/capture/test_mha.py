@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnmon
 from tests.capture.weights import EVERYTHING, assert_heads, entropy, jacobian, of_rows, randomize, watched
+from tests.helpers import slow_but
 
 B, H, L, S, E = 3, 4, 9, 11, 24
 
@@ -90,7 +91,7 @@ QUICK = ((None, None, False), (None, "3-D bool", True), ("bool", "2-D bool", Fal
 
 @pytest.mark.parametrize(
     ("padded", "masks", "batch_first"),
-    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in MASKED],
+    slow_but(QUICK, MASKED),
 )
 def test_self_attention(padded, masks, batch_first):
     mha = nn.MultiheadAttention(E, H, batch_first=batch_first)

@@ -14,7 +14,9 @@ transformers = pytest.importorskip("transformers")
 TARGETS = 9
 
 
-@pytest.mark.parametrize("padding", [None, LEFT, RIGHT], ids=["full", "left", "right"])
+@pytest.mark.parametrize(
+    "padding", [None, LEFT, pytest.param(RIGHT, marks=pytest.mark.slow)], ids=["full", "left", "right"]
+)
 @pytest.mark.parametrize(
     ("name", "attention"), [(name, attention) for name in DECODERS for attention in DECODERS[name][5]]
 )

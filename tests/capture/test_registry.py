@@ -530,6 +530,7 @@ def test_a_replacement_is_copied_and_saved_as_the_function(kernel):
     assert not replaced()
 
 
+@pytest.mark.slow
 def test_transformers_is_never_imported():
     code = (
         "import torch, attnmon, sys\n"

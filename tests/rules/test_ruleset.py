@@ -10,6 +10,7 @@ import attnmon.rules as public
 from attnmon.errors import AttnmonError
 from attnmon.rules import Ceiling, Growth, LowTemperature, NonFinite, RuleSet, Uniform, default_rules
 from attnmon.types import Snapshot
+from tests.helpers import slow_but
 
 NAN = float("nan")
 METRICS = ("max_logit", "entropy_norm", "effective_temperature")
@@ -91,9 +92,7 @@ def test_every_fault_is_told_with_the_right_head(rng, snapshot):
         assert math.isfinite(alert.threshold)
 
 
-@pytest.mark.parametrize(
-    "interrupted_at", [2, 103, 421, *(pytest.param(step, marks=pytest.mark.slow) for step in (3, 57, 362, 410, 600))]
-)
+@pytest.mark.parametrize("interrupted_at", slow_but((2, 103, 421), (2, 3, 57, 103, 362, 410, 421, 600)))
 def test_resumed_equals_uninterrupted(rng, snapshot, interrupted_at):
     run = eventful(rng, snapshot)
     through = RuleSet()

@@ -12,7 +12,7 @@ from attnmon.stats.plan import make_plan
 from attnmon.stats.settings import Settings
 from attnmon.stats.streaming.weight_rows import largest_sensitivity
 from attnmon.types import AttentionCall
-from tests.helpers import assert_stats_close
+from tests.helpers import assert_stats_close, slow_but
 from tests.stats.weights_oracle import exact_entmax, weight_stats
 
 entmax = pytest.importorskip("entmax")
@@ -50,9 +50,7 @@ def stats_of(call, dtype=torch.float32, **options):
 
 # in float32, weights below 1e-7 or so have no exact logarithm's worth of digits left in p^(2 - alpha)
 @pytest.mark.parametrize("alpha", [2.0, 1.5, 1.2, 2.6, [1.3, 2.0, 1.7]], ids=str)
-@pytest.mark.parametrize(
-    "sharpness", [pytest.param(0.1, marks=pytest.mark.slow), 1.5, pytest.param(8.0, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("sharpness", slow_but((1.5,), (0.1, 1.5, 8.0)))
 def test_equals_float64(alpha, sharpness):
     call, alphas = make(1, alpha=alpha, sharpness=sharpness)
     expected = weight_stats(call.logits, call.weights, call.value, alphas, top_n=4)
