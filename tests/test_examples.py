@@ -12,9 +12,10 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 OPTIONAL = {"lightning_gpt": ("pytorch_lightning", "transformers", "tensorboard")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "script",
-    [pytest.param(path, id=path.stem, marks=pytest.mark.slow if path.stem in OPTIONAL else ()) for path in EXAMPLES],
+    [pytest.param(path, id=path.stem) for path in EXAMPLES],
 )
 def test_example_runs(script, tmp_path):
     for package in OPTIONAL.get(script.stem, ()):

@@ -116,7 +116,7 @@ def compare(
     assert hooks(model) == 0
 
 
-QUICK = {("sdpa", "full graphs"), ("sdpa", "breaks allowed"), ("mha", "full graphs")}
+QUICK = {("sdpa", "full graphs"), ("mha", "full graphs")}
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,6 @@ PLACES = {
 
 QUICK_FAILURES = {
     ("frame", "breaks", True, "whole"),
-    ("leave", "breaks", True, "blocks"),
     ("enter", "raises", False, "blocks"),
 }
 

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnmon
 from tests.capture.weights import SeenByFunctionMode, calls, hooks
+from tests.helpers import slow_but
 from tests.models import KINDS, WIDTH, MhaAttention, Model, SdpaAttention, inputs
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -295,7 +296,7 @@ def copies_of(model):
 
 
 @every_kind
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", slow_but((False,), (False, True)))
 def test_copies_made_anywhere_are_bare(kind, compiled):
     model, made = Copied(kind), []
     if compiled:
@@ -336,6 +337,7 @@ def test_a_saved_model_needs_no_attnmon(tmp_path):
     code = f"""
 import sys; sys.modules["attnmon"] = None
 import torch; torch.load({str(path)!r}, weights_only=False)(torch.zeros(3, 2, {WIDTH}))
+from tests.helpers import slow_but
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
 

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import attnmon
 from tests.capture.weights import EVERYTHING, assert_heads, entropy, of_rows, randomize, watched
+from tests.helpers import slow_but
 from tests.models import gpt2_config
 
 OURS = str(Path(attnmon.__file__).parent)
@@ -127,7 +128,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("autocast", slow_but((False,), (False, True)))
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_operators_run(name, autocast):
     make, inputs = MODELS[name]

@@ -216,6 +216,7 @@ def test_every_mask_sees_what_sdpa_sees(mask, is_causal):
             assert float(stats[name][head]) == pytest.approx(float(number), rel=1e-5), (name, call_id(call))
 
 
+@pytest.mark.slow
 def test_window_padding_and_documents_equal_their_masks():
     for seed in range(40):
         call = draw_call(seed, mask="none", q_len=12, k_len=12)
@@ -423,6 +424,7 @@ def test_direction_start_is_the_same_for_ints_and_tensors():
 # ---- the shared helpers
 
 
+@pytest.mark.slow
 def test_drawn_calls_are_reproducible_and_measurable():
     for seed in range(60):
         call, again = draw_call(seed), draw_call(seed)

@@ -67,6 +67,7 @@ def test_top_n_distance_and_its_bound_are_those_of_the_definitions_and_of_the_li
             assert got <= bound * SLACK + 1e-9  # Theorem 1(1)
 
 
+@pytest.mark.slow
 def test_the_bounds_hold_where_a_sink_takes_part_of_the_weight():
     for row in rows():
         weights, tokens, mask = row.tensors()

@@ -69,7 +69,7 @@ def test_jacobian_norm_is_that_of_autograd(normalizer, shift):
         assert got == pytest.approx(expected, rel=1e-7, abs=2e-8 * size)
 
 
-@pytest.mark.parametrize("normalizer", ALL, ids=LABELS)
+@pytest.mark.parametrize("normalizer", slow_but(ALL[::2], ALL), ids=LABELS)
 def test_weights_are_those_of_the_visible_keys_alone(normalizer):
     for logits, mask in logit_rows(seed=1):
         weights = normalizer.weights(logits, mask)
