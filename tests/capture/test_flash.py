@@ -32,7 +32,6 @@ from flash_attn.flash_attn_interface import flash_attn_qkvpacked_func as packed,
 from flash_attn import flash_attn_varlen_qkvpacked_func, flash_attn_varlen_kvpacked_func
 import torch
 from torch import nn
-from tests.helpers import slow_but
 
 causal_func = functools.partial(flash_attn_func, causal=True)
 TABLE = {"flash": flash_attn_func, "other": None}

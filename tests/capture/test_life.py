@@ -337,7 +337,6 @@ def test_a_saved_model_needs_no_attnmon(tmp_path):
     code = f"""
 import sys; sys.modules["attnmon"] = None
 import torch; torch.load({str(path)!r}, weights_only=False)(torch.zeros(3, 2, {WIDTH}))
-from tests.helpers import slow_but
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
 
